@@ -55,7 +55,7 @@ _ADVICE = {
     Reason.BACKEND_MISSING: "install the backend that the message names, or choose another on the engine node",
     Reason.WRONG_GPU: "build an engine for this GPU, or choose a backend that supports it",
     Reason.OTHER_MODEL: "wire the same model into the engine node and the sampler patch",
-    Reason.UNSUPPORTED_MODEL: "nothing to do: this kind of network has no engine yet and always runs at normal speed",
+    Reason.UNSUPPORTED_MODEL: "choose the backend that the message names; if it names none, there is nothing to do",
     Reason.SHAPE_OUTSIDE_PROFILE: "choose a wider Picture size on the engine node and build again",
     Reason.WEIGHTS_PATCHED: "put the LoRA before the engine node and build again, or set 'Engine is for' to any "
     "checkpoint and LoRA, or leave it: the normal model applies it",
@@ -63,7 +63,8 @@ _ADVICE = {
     Reason.HOOKS: "remove the hooks from the conditioning if you want the engine",
     Reason.NOT_REACHED: "remove the node that computes the UNet by itself (DeepCache ...) if you want the engine",
     Reason.OTHER_KIND: "choose a ControlNet, or a prompt, for the kind of model that is sampled",
-    Reason.UNSUPPORTED_INPUT: "remove the input that the message names if you want the engine",
+    Reason.UNSUPPORTED_INPUT: "add the input that the message misses, or remove the one that it names, if you want the "
+    "engine",
     Reason.ENGINE_FAILED: "see the log for the error; run again to retry the engine",
 }
 

@@ -3,7 +3,7 @@
 import { app } from "../../scripts/app.js";
 import { api } from "../../scripts/api.js";
 import { changeAcceleration } from "./lib/accelerate.mjs";
-import { Builder } from "./lib/build.mjs";
+import { Builder, runError } from "./lib/build.mjs";
 import { showText } from "./lib/dialog.mjs";
 import { ENGINE_NODES } from "./lib/graph.mjs";
 import { labelValues } from "./lib/labels.mjs";
@@ -19,6 +19,7 @@ import { request } from "./lib/server.mjs";
 import { said } from "./lib/server_zh.mjs";
 import { defaultsFor, librarySettings, settings } from "./lib/settings.mjs";
 import { inSight, openReadable } from "./lib/template_view.mjs";
+import { TabTitle } from "./lib/tab_title.mjs";
 import { setLanguage, speaksChinese, t } from "./lib/texts.mjs";
 import { showComparison, showKept, showRuns, TEXT_NODES } from "./lib/text_view.mjs";
 import { titlesInChinese } from "./lib/titles_zh.mjs";
@@ -38,6 +39,7 @@ const SIDEBAR = "hybrid_trt.engines";
 const tracker = new Tracker(app, api);
 const followed = new Map(); // what Auto's sizes are on the nodes of open workflows
 const builder = new Builder(tracker, toast, (node) => inSight(app.canvas, node));
+const tabTitle = new TabTitle(document);
 const panel = new Panel(api, {
     toast, showLog, rebuild: (engine) => builder.rebuild(engine),
     accelerate: () => accelerateWorkflow(), offers: () => !tracker.present.length,
@@ -145,14 +147,21 @@ function press(view) {
 }
 
 function hearServer() {
-    api.addEventListener("hybrid_trt.build", ({ detail }) => builder.hear(detail));
+    api.addEventListener("hybrid_trt.build", ({ detail }) => {
+        tabTitle.hear(detail);
+        builder.hear(detail);
+    });
+    api.addEventListener("reconnected", () => builder.reconnected().catch(() => {})); // the page says so itself
     api.addEventListener("execution_success", ({ detail }) => builder.promptEnded(detail.prompt_id));
     api.addEventListener("execution_interrupted", ({ detail }) => builder.promptEnded(detail.prompt_id));
     api.addEventListener("execution_error", ({ detail }) =>
-        builder.promptEnded(detail.prompt_id, `${detail.node_type}: ${String(detail.exception_message).trim()}`));
+        builder.promptEnded(detail.prompt_id, runError(detail)));
     for (const event of ["hybrid_trt.library", "status", "reconnected"]) api.addEventListener(event, () => tracker.soon());
     api.addEventListener("graphChanged", () => tracker.changed());
-    document.addEventListener("visibilitychange", () => tracker.shown());
+    document.addEventListener("visibilitychange", () => {
+        tracker.shown();
+        tabTitle.shown();
+    });
     const queue = api.queuePrompt;
     api.queuePrompt = function (number, prompt, ...more) {
         try {

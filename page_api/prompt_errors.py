@@ -29,7 +29,8 @@ def failure(messages: Sequence[tuple[str, Mapping[str, Any]]]) -> str | None:
     """Return why a prompt that ran failed, from its status messages; None where it did not."""
     for event, data in messages:
         if event == "execution_error":
-            return f"{data['node_type']} (node {data['node_id']}): {data['exception_message'].strip().rstrip('.')}."
+            what = data["exception_message"].strip() or data["exception_type"]
+            return f"{data['node_type']} (node {data['node_id']}): {what.rstrip('.')}."
         if event == "execution_interrupted":
             return "It was interrupted."
     return None

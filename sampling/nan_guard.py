@@ -20,6 +20,8 @@ import torch
 from ..architectures.calls import Control, EngineCall
 from ..comfy_model.comfyui_shims import outside_recording
 from ..engine_library import Fallback, Reason, Unavailable
+from .call_stats import prompt_stats
+from .run_context import executing
 
 if TYPE_CHECKING:
     from comfy.patcher_extension import WrapperExecutor
@@ -29,6 +31,9 @@ log = logging.getLogger(__name__)
 NOT_FINITE = Fallback(
     Reason.ENGINE_FAILED, "an engine of this run gave values that are no numbers (NaN), so the whole run was done again"
 )
+
+NATIVE_TOO = "the normal model gives values that are no numbers (NaN) too"
+NATIVE_TOO_ADVICE = "see what ComfyUI's own nodes give with this model, precision and prompt"
 
 NOT_FINITE_HERE = "it gave values that are no numbers (NaN), so the normal model does this step and the rest of the run"
 
@@ -134,13 +139,30 @@ def redo_unless_finite(executor: WrapperExecutor, *args: Any, **kwargs: Any) -> 
         result = executor(*args, **kwargs)
     finally:
         _watch.reset(token)
-    if not run.engines or (run.finite() and (not isinstance(result, torch.Tensor) or _all_finite([result]))):
+    if not run.engines or (run.finite() and _is_finite(result)):
         return result
     log.error("Hybrid TRT: %s; the normal model's image takes its place", NOT_FINITE.detail)
     guider.conds = conds
     _restore(random)
     with native_again():
-        return executor(*args, **kwargs)
+        result = executor(*args, **kwargs)
+    if not _is_finite(result):
+        _blame_no_engine()
+    return result
+
+
+def _is_finite(result: Any) -> bool:
+    return not isinstance(result, torch.Tensor) or _all_finite([result])
+
+
+def _blame_no_engine() -> None:
+    """Tell of the node that samples that the normal model's values are no numbers either."""
+    log.warning("Hybrid TRT: %s, so no engine is at fault", NATIVE_TOO)
+    if (context := executing()) is not None:
+        for row in prompt_stats(context.prompt_id, [context.node_id]):
+            if row.details.get(NOT_FINITE.reason.value) == str(NOT_FINITE):
+                row.details[NOT_FINITE.reason.value] = NATIVE_TOO
+                row.advices[NOT_FINITE.reason.value] = NATIVE_TOO_ADVICE
 
 
 _Random = tuple[torch.Tensor, torch.device | None, torch.Tensor | None]

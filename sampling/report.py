@@ -98,6 +98,7 @@ class Verdict:
         native: number of native calls.
         advice: advice where no build helps, or empty.
         uncompiled: sizes that engines were called with but not compiled for, in words.
+        calls: number of calls on engines and of all, where a network had both kinds; else empty.
         faster: native's time as a multiple of the engines', by what was timed when they were built; 0 if not known.
     """
 
@@ -108,6 +109,7 @@ class Verdict:
     native: int
     advice: str
     uncompiled: list[str]
+    calls: str = ""
     faster: float = 0.0
 
     def __str__(self) -> str:
@@ -118,7 +120,8 @@ class Verdict:
             elif self.ms:
                 told = f"{told}, {times(self.ms)} in all"
             return f"{told}. -> Build for {'; '.join(self.uncompiled)}" if self.uncompiled else told
-        took = f"about {times(self.ms)}" if self.ms else plural(self.native, "step")
+        told += f", {self.calls} calls" if self.calls else ""
+        took = f"about {times(self.ms)}" if self.ms else plural(self.native, "call")
         todo = f"Build {plural(len(self.missing), 'missing engine')}" if self.missing else self.advice
         return f"{told}; {took} at normal speed." + (f" -> {todo}" if todo else "")
 
@@ -135,12 +138,14 @@ def verdict(rows: Sequence[CallStats]) -> Verdict:
                                                     for r in row.reasons)]
     kinds = ("native",) if native else ("engine", "native")
     spent = sum(took for row in rows for kind in kinds for took in of_kind(row, kind))
-    count = sum(row.native for row in rows)
+    count, served = sum(row.native for row in rows), sum(row.engine for row in rows)
+    partly = any(sum(row.engine for row in networks[key]) for key in native)
+    calls = f"{served} of {served + count}" if partly else ""
     sizes = list(dict.fromkeys(call.words for row in rows for call in row.uncompiled))
     missing = list(dict.fromkeys(missing))
     faster = _faster([row for row in rows if row.calls])
     on_engines = len(networks) - len(native)
-    return Verdict(len(networks), on_engines, missing, spent, count, next(iter(advice), ""), sizes, faster)
+    return Verdict(len(networks), on_engines, missing, spent, count, next(iter(advice), ""), sizes, calls, faster)
 
 
 def _faster(rows: Sequence[CallStats]) -> float:
@@ -321,7 +326,7 @@ def _legend(draw: ImageDraw.ImageDraw, rows: Sequence[CallStats], top: int, full
         draw.text((x + 38, top - 2), text, QUIET, font)
         x += 62 + int(font.getlength(text))
     scale = f"; full height: {times(full)}" if full else ""
-    draw.text((x, top - 2), f"steps in turn, the first apart{scale}", QUIET, font)
+    draw.text((x, top - 2), f"calls in turn, the first apart{scale}", QUIET, font)
     return top + SMALL + 26
 
 

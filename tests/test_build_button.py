@@ -127,7 +127,7 @@ def test_build_cancel_build_and_run(
     comfy.free()
     raw.get_by_test_id("queue-button").click()
     # other tests may have run this ControlNet before
-    page.wait_until(net, lambda s: "Last run: 4 of 4 steps accelerated" in s["text"], "run")
+    page.wait_until(net, lambda s: "Last run: 4 of 4 calls accelerated" in s["text"], "run")
     page.page.settle()
     page.shot("ran")
     native = page.wait_until(
@@ -148,7 +148,7 @@ def test_build_cancel_build_and_run(
 
     # cached nodes and a new page know it too
     load(page, made)
-    assert "4 of 4 steps" in page.wait_until(net, lambda s: "Last run" in s["text"], "run", 60)["text"]
+    assert "4 of 4 calls" in page.wait_until(net, lambda s: "Last run" in s["text"], "run", 60)["text"]
 
     raw.get_by_role("button", name="TRT engines").click()
     choose(page, raw.get_by_role("region", name="tiny_sd15_a.safetensors"), "Build again")

@@ -271,6 +271,13 @@ def test_help_needs_no_package(command: tuple[str, ...]) -> None:
         assert set(backends()) <= set(words)
 
 
+def test_a_graph_that_fails_without_a_word_is_told_by_the_kind_of_its_error() -> None:
+    from hybrid_trt.page_api.prompt_errors import failure
+
+    told = {"node_type": "UNETLoader", "node_id": "3", "exception_type": "AssertionError", "exception_message": "\n"}
+    assert failure([("execution_error", told)]) == "UNETLoader (node 3): AssertionError."
+
+
 def test_a_python_without_torch_is_told_in_a_sentence(tmp_path: Path) -> None:
     command = [*BARE, "list", "--library", str(tmp_path)]
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)

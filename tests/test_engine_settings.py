@@ -221,8 +221,9 @@ def test_what_fits_and_what_the_next_run_brings_is_said_before_it(
 
     says("The next run builds it first: minutes", "build now")
     says("No engine is known for these settings yet. The next run builds it first if there is none", "size")
-    says("No engine for this LoRA setting yet. The next run builds it first if there is none", "lora")
-    says("No engine for this LoRA setting yet. The next run starts the build", "build in background")
+    lora = "No engine yet for this model with these LoRAs and settings. The next run"
+    says(f"{lora} builds it first if there is none", "lora")
+    says(f"{lora} starts the build", "build in background")
 
 
 @slow.when("vue")

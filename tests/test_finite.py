@@ -53,6 +53,17 @@ def test_native_does_a_run_again_in_which_an_engine_gave_no_numbers(
     assert patched.counts == (STEPS, 0), "the next run tries the engine again"
 
 
+@pytest.mark.fault("the normal model gives values that are no numbers (NaN)")
+def test_no_engine_is_blamed_where_the_normal_model_gives_no_numbers_either(file: Path, library: Library) -> None:
+    patched = Patched(load(file), library)
+    patched.model.set_model_sampler_post_cfg_function(lambda args: args["denoised"] * float("nan"))
+    assert patched.sample().isnan().all()
+    why = patched.handle.stats.details[Reason.ENGINE_FAILED.value]
+    assert why == nan_guard.NATIVE_TOO
+    assert "engine" not in why
+    assert "engine" not in patched.handle.stats.advice(Reason.ENGINE_FAILED)
+
+
 def test_a_run_of_numbers_is_done_once_and_nothing_is_asked_of_the_gpu_before_its_end(
     file: Path, library: Library, monkeypatch: pytest.MonkeyPatch
 ) -> None:

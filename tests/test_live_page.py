@@ -161,6 +161,29 @@ def test_a_broken_connection_is_made_again_and_an_interrupt_ends_all(
     panel.get_by_role("button", name="Start with webcam").wait_for()
 
 
+@pytest.mark.fault("the page cannot reach a live stream for some seconds")
+def test_a_connection_is_tried_for_as_long_as_its_stream_waits(opened: EnginePage, panel: Locator) -> None:
+    wire, raw = Wire(opened), opened.page.page
+    raw.evaluate(KEEP_SOCKETS)
+    panel.get_by_role("button", name="Start with webcam").click()
+    until(opened, lambda: len(wire.pictures()) >= 2, "pictures")
+    raw.set_viewport_size({"width": 1366, "height": 700})
+    pace, camera = (panel.locator(part).bounding_box() for part in (".hybrid-trt-live-pace", "video"))
+    assert pace["y"] + pace["height"] <= camera["y"], "the camera covers no words"
+    opened.shot("camera")
+    raw.set_viewport_size({"width": 1366, "height": 900})
+    raw.route("**/hybrid_trt/live/token", lambda route: route.abort())
+    raw.evaluate("() => opened.at(-1).close()")
+    raw.wait_for_timeout(3500)
+    raw.unroute("**/hybrid_trt/live/token")
+    errors = [text for text in opened.page.errors if "ERR_FAILED" not in text]
+    opened.page.errors[:] = errors  # the browser tells of the requests that were kept from the server
+    before = len(wire.came)
+    until(opened, lambda: len(wire.came) > before + 3, "picture of a later connection")
+    panel.get_by_role("button", name="Stop").click()
+    panel.get_by_text("Stopped.").wait_for()
+
+
 def test_a_workflow_that_takes_no_live_frames_is_not_run(
     opened: EnginePage, panel: Locator, comfy: ComfyProcess
 ) -> None:

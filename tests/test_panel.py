@@ -263,6 +263,7 @@ def test_an_empty_panel_says_how_to_begin(page: EnginePage, library: Path) -> No
     panel = toggle(page)
     panel.get_by_text("No engines yet.").wait_for()
     expect(panel).to_contain_text("Press Build engine on a node")
+    expect(panel).to_contain_text("Press Accelerate this workflow")
     assert not panel.get_by_placeholder("Filter").is_visible()
     page.shot("empty")
     panel.get_by_role("button", name="Open the templates").click()
@@ -376,6 +377,8 @@ def test_a_build_that_waits_for_its_model_is_listed_too(page: EnginePage, librar
     page.page.settle()
     panel = toggle(page)
     panel.get_by_text("No engines yet.").wait_for()
+    expect(panel.get_by_role("button", name="Accelerate this workflow")).to_be_hidden()
+    expect(panel).not_to_contain_text("Press Accelerate")  # the button is not there
     with raw.expect_request("**/api/prompt"):
         page.click(page.node("TRTUNetEngine"))
     raw.evaluate(HAPPEN, "status")  # as the server does when its queue changes

@@ -159,6 +159,7 @@ def test_backends_with_weights_in_their_files_say_which_one_to_choose(tmp_path: 
     handle = handle_of(net, tmp_path)
     assert handle.session is None
     assert "onnxruntime cannot run; choose torch" in handle.fallback.detail
+    assert "has no engine" not in handle.fallback.sentence(), "torch has one"
     order = BuildOrder(net, "float32", PROFILE, backends()["onnxruntime"])
     with pytest.raises(Unavailable, match="choose torch as the backend"):
         build_engine(order, Library([tmp_path]), lambda *_: None)

@@ -157,7 +157,8 @@ NONE = (Reason.NO_ENGINE, "none for this model")
     (two("eeee"), "Accelerated: 1 of 1 model"),
     (two("eeee", NONE, NONE), "Accelerated: 1 of 3 models; about 4.6 s at normal speed. -> Build 2 missing engines"),
     (two("eeee", NONE), "Accelerated: 1 of 2 models; about 2.3 s at normal speed. -> Build 1 missing engine"),
-    (two("nn"), "Accelerated: 0 of 1 model; 2 steps at normal speed. -> Build 1 missing engine"),
+    (two("eeen"), "Accelerated: 0 of 1 model, 3 of 4 calls; 1 call at normal speed. -> Build 1 missing engine"),
+    (two("nn"), "Accelerated: 0 of 1 model; 2 calls at normal speed. -> Build 1 missing engine"),
     (two("eeee", (Reason.HOOKS, "")), "Accelerated: 1 of 2 models; about 2.3 s at normal speed. -> remove the hooks "
      "from the conditioning if you want the engine"),
 ])  # fmt: skip

@@ -120,7 +120,7 @@ def test_what_the_next_run_does_for_a_picture_that_does_not_fit_is_what_it_then_
     says(f"{size}the next run builds one for it first")
     page.shot("builds-first")
     raw.get_by_test_id("queue-button").click()
-    ran = says("Last run: 2 of 2 steps accelerated")
+    ran = says("Last run: 2 of 2 calls accelerated")
     page.page.settle()
     page.shot("ran")
     assert "does not fit" not in ran["text"]

@@ -3,6 +3,7 @@
 import { ACCELERATE, NODE_FOR, buildPrompt, engineNodes, isWired, upstreamOf } from "./graph.mjs";
 import { Look } from "./look.mjs";
 import { applyPreset } from "./presets.mjs";
+import { LIVE } from "./panel_words.mjs";
 import { request } from "./server.mjs";
 import { t } from "./texts.mjs";
 import { changedUses, isSame, usesOf, wantedUses } from "./uses.mjs";
@@ -26,6 +27,7 @@ export class Builder {
         this.ours = new Set(); // keys of what was ordered or heard of here, whose end is told although the workflow was left
         this.sent = new WeakMap(); // node -> the last prompt that this page sent for it
         this.together = new Set(); // jobs that were cancelled by one press, which is told once
+        this.alive = new Map(); // id -> label of the builds that wait or run
         this.ended = new Map(); // prompts that ended while the answer with their id was under way
     }
 
@@ -200,8 +202,19 @@ export class Builder {
         view.show(changedUses(view.state, (use) => (keys.includes(use.key) ? { ...use, state: "failed", text, job: null } : use)));
     }
 
+    /** The server is there again; builds that it knows no more are told. */
+    async reconnected() {
+        if (!this.alive.size) return;
+        const known = (await request(this.tracker.api, "/builds")).map(({ id }) => id);
+        const lost = [...this.alive].filter(([id]) => !known.includes(id));
+        for (const [id] of lost) this.alive.delete(id);
+        if (lost.length) this.toast("warn", t("lostToast"), t("lostText", { labels: lost.map(([, label]) => label).join(", ") }));
+    }
+
     /** A job has changed; its end is told once. */
     async hear(job) {
+        if (LIVE.includes(job.state)) this.alive.set(job.id, job.label);
+        else this.alive.delete(job.id);
         const views = this.tracker.hear(job);
         if (views.length) for (const key of job.keys) this.ours.add(key);
         const ours = job.keys.some((key) => this.ours.has(key));
@@ -242,6 +255,11 @@ export function refusal(prompt, ids = [], answer, titles) {
     const above = upstreamOf(prompt, ids);
     const errors = Object.entries(answer.node_errors ?? {}).filter(([other]) => above.has(other));
     return errors.length ? promptError({ node_errors: Object.fromEntries(errors) }, titles) : "";
+}
+
+/** Why a prompt failed while it ran; an error without a word is told by its kind. */
+export function runError({ node_type: node, exception_type: kind, exception_message: message }) {
+    return `${node}: ${String(message ?? "").trim() || kind}`;
 }
 
 /** The server's refusal of a prompt as one sentence. */

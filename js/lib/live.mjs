@@ -4,13 +4,16 @@ import { Camera } from "./camera.mjs";
 import { button, make } from "./dom.mjs";
 import { LiveControls } from "./live_controls.mjs";
 import { LiveLink, takesLive } from "./live_link.mjs";
+import { LIVE } from "./panel_words.mjs";
 import { said } from "./server_zh.mjs";
 import { t } from "./texts.mjs";
+import { jobLine } from "./words.mjs";
 
 /** Milliseconds between two looks at the camera; half of what a frame of 60 a second takes. */
 const LOOK = 8;
 const TELL = 500;
-const RETRY = 1000;
+/** Milliseconds from one try to connect again to the next, and how long a stream waits for frames. */
+const RETRY = 1000, PATIENCE = 30_000;
 
 export class Live {
     /**
@@ -23,6 +26,7 @@ export class Live {
         this.camera = new Camera();
         this.#draw();
         api.addEventListener("status", ({ detail }) => detail?.exec_info?.queue_remaining === 0 && this.#idle());
+        api.addEventListener("hybrid_trt.build", ({ detail }) => this.queued && this.running && this.#say("busy", waitWords(detail)));
         api.addEventListener("hybrid_trt.live", ({ detail }) => detail.open && this.#opened());
     }
 
@@ -70,7 +74,7 @@ export class Live {
         this.#end(t("liveStopped"));
     }
 
-    /** @returns {Promise<boolean>} whether a stream runs that takes frames */
+    /** @returns {Promise<boolean | null>} whether a stream runs that takes frames; null where the server does not answer */
     async #connect() {
         const link = new LiveLink(this.api, {
             ready: (settings) => this.#ready(settings), picture: (data, number) => this.#paint(data, number),
@@ -78,8 +82,8 @@ export class Live {
         });
         try {
             await link.open();
-        } catch {
-            return false;
+        } catch (failure) {
+            return failure.status ? false : null;
         }
         this.link?.close();
         this.link = link;
@@ -141,11 +145,14 @@ export class Live {
     }
 
     /** The connection is gone: try again for as long as the stream waits. */
-    #again() {
+    #again(until = performance.now() + PATIENCE) {
         this.#say("warn", t("liveLost"));
         this.link = null;
         setTimeout(async () => {
-            if (this.running && !await this.#connect()) this.#end(t("liveGone"), "bad");
+            if (!this.running || this.link) return; // stopped meanwhile, or started again
+            const made = await this.#connect();
+            if (made === null && this.running && performance.now() < until) this.#again(until);
+            else if (this.running && !made) this.#end(t("liveGone"), "bad");
         }, RETRY);
     }
 
@@ -172,6 +179,10 @@ export class Live {
         this.words.textContent = words;
     }
 }
+
+/** What a stream waits for that has not begun, after a build has changed. */
+export const waitWords = (job) =>
+    (LIVE.includes(job.state) ? t("liveBuilding", { words: said(jobLine(job)) }) : t("liveStarting"));
 
 const rounded = ({ fps, ...times }) =>
     ({ fps: fps.toFixed(1), ...Object.fromEntries(Object.entries(times).map(([name, time]) => [name, Math.round(time)])) });

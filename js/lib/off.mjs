@@ -10,6 +10,7 @@ import { t } from "./texts.mjs";
  */
 export function switchedOff(node) {
     if (![MUTED, BYPASSED].includes(node.mode)) return { text: t("offInside"), tone: "idle" };
-    if (node.comfyClass === "TRTControlNetEngine" && node.mode === MUTED) return { text: t("offMuted"), tone: "warn" };
+    const muted = { TRTControlNetEngine: "offMuted", TRTAccelerate: "offRefused", TRTVAEEngine: "offRefused" }[node.comfyClass];
+    if (muted && node.mode === MUTED) return { text: t(muted), tone: "warn" };
     return { text: t("offHint"), tone: "idle" };
 }

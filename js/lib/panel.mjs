@@ -99,6 +99,7 @@ export class Panel {
     waiting() {
         if (this.root) this.#drawJobs();
         if (this.root) this.header.offer.hidden = !this.page.offers?.(); // for a workflow that has an engine node
+        if (this.root && this.why) this.#drawNothing(this.why);
     }
 
     /** Ask the server for everything and draw it. */
@@ -130,10 +131,12 @@ export class Panel {
 
     /** What stands in the place of the list: how to begin, or that the filter fits nothing. */
     #drawNothing(why) {
-        if (this.none.dataset.why === why) return;
-        this.none.dataset.why = why;
+        const begins = this.header.offer.hidden ? [] : ["begin1"], shown = [why, ...begins].join(" ");
+        this.why = why;
+        if (this.none.dataset.why === shown) return;
+        this.none.dataset.why = shown;
         const steps = make("ol", "");
-        steps.append(...["begin1", "begin2", "begin3"].map((key) => make("li", "", t(key))));
+        steps.append(...[...begins, "begin2", "begin3"].map((key) => make("li", "", t(key))));
         const begin = [make("strong", "", t("empty")), steps, ...(this.page.templates ? [button("beginTemplates", this.page.templates)] : [])];
         this.none.replaceChildren(...({ empty: begin, noMatch: [make("p", "hybrid-trt-quiet", t("noMatch"))] }[why] ?? []));
     }

@@ -9,7 +9,7 @@ const HEADERS = { "X-Hybrid-TRT": "1" };
  * @param {string} path below PREFIX
  * @param {{method?: string, json?: unknown}} [options] `json` is what to send
  * @returns {Promise<any>} the answer's JSON
- * @throws {Error} with one sentence for the user
+ * @throws {Error} with one sentence for the user, and a `status` where the server answered
  */
 export async function request(api, path, { method = "GET", json } = {}) {
     const headers = { ...HEADERS, ...(json === undefined ? {} : { "Content-Type": "application/json" }) };
@@ -20,6 +20,7 @@ export async function request(api, path, { method = "GET", json } = {}) {
         throw new Error("ComfyUI's server does not answer, so nothing was done; start it and try again.");
     }
     const answer = await response.json().catch(() => ({}));
-    if (!response.ok) throw new Error(answer.error ?? `The server answered ${response.status} to ${path}; see its log.`);
+    const words = answer.error ?? `The server answered ${response.status} to ${path}; see its log.`;
+    if (!response.ok) throw Object.assign(new Error(words), { status: response.status });
     return answer;
 }

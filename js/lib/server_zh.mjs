@@ -7,10 +7,10 @@ import { speaksChinese } from "./texts.mjs";
 const PHRASES = [
     // the report
     [/accelerated:? (\d+) of (\d+) models?/i, "已加速 $1 个模型，共 $2 个"], [/, about ([\d.]+)x faster than without/, "，速度约为不用引擎时的 $1 倍"],
-    [/; about ([\d.]+ m?s) at normal speed\.?/, "；约 $1 按原速运行。"], [/; (\d+) steps? at normal speed\.?/, "；$1 步按原速运行。"], [/, ([\d.]+ m?s) in all/, "，共 $1"],
+    [/; about ([\d.]+ m?s) at normal speed\.?/, "；约 $1 按原速运行。"], [/, (\d+) of (\d+) calls/, "，$2 次调用中有 $1 次"], [/; (\d+) calls? at normal speed\.?/, "；$1 次调用按原速运行。"], [/, ([\d.]+ m?s) in all/, "，共 $1"],
     [/-> Build (\d+) missing engines?/, "→ 构建 $1 个缺少的引擎"], [/-> Build for /, "→ 构建尺寸 "], ["-> ", "→ "],
-    [/(\d+) at normal speed/g, "$1 步按原速"], [/(\d+) on (onnxruntime|tensorrt_rtx|tensorrt|torch)\b/g, "$1 步由 $2 运行"], [/, ([\d.]+ m?s) each/g, "，每步 $1"], [" beside its ControlNets", "（与 ControlNet 并行）"],
-    [/, first ([\d.]+ m?s)/g, "，第一步 $1"], [/\(not compiled for (.+?): ran as a CUDA graph\)/, "（尚未为 $1 编译：以 CUDA 图运行）"], [/\(not compiled for (.+?): ran eagerly\)/, "（尚未为 $1 编译：未编译运行）"],
+    [/(\d+) at normal speed/g, "$1 次按原速"], [/(\d+) on (onnxruntime|tensorrt_rtx|tensorrt|torch)\b/g, "$1 次由 $2 运行"], [/, ([\d.]+ m?s) each/g, "，每次 $1"], [" beside its ControlNets", "（与 ControlNet 并行）"],
+    [/, first ([\d.]+ m?s)/g, "，第一次 $1"], [/\(not compiled for (.+?): ran as a CUDA graph\)/, "（尚未为 $1 编译：以 CUDA 图运行）"], [/\(not compiled for (.+?): ran eagerly\)/, "（尚未为 $1 编译：未编译运行）"],
     ["did not run", "没有运行"], [/Slowest part: (.+) \((\d+) %\)/, "最慢的部分：$1（$2 %）"],
     [/No engine was asked for in this prompt: no TRT node lies before this one, or the sampler's result came from ComfyUI's cache\./, "此任务没有用到引擎：此节点之前没有 TRT 节点，或采样结果来自 ComfyUI 的缓存。"],
     // a stream
@@ -47,13 +47,13 @@ const PHRASES = [
     ["build it again: its files are missing or damaged", "请重新构建：它的文件缺失或损坏"],
     ["press Check engine, or choose 'build first' on the engine node, to have it compared with the normal model", "点击“检查引擎”，或在引擎节点上选择“先构建”，与普通模型比较"],
     ["install the backend that the message names, or choose another on the engine node", "安装提示中的后端，或在引擎节点上选择其他后端"], ["build an engine for this GPU, or choose a backend that supports it", "为此 GPU 构建引擎，或选择支持它的后端"],
-    ["wire the same model into the engine node and the sampler patch", "把同一个模型连接到引擎节点和采样器补丁"], ["nothing to do: it is used as soon as it is in the library", "无需操作：引擎一进入引擎库就会被使用"], ["nothing to do: this kind of network has no engine yet and always runs at normal speed", "无需操作：这类网络还没有引擎，总是按原速运行"], ["nothing to do: the normal model applies it", "无需操作：原模型会应用它"],
+    ["wire the same model into the engine node and the sampler patch", "把同一个模型连接到引擎节点和采样器补丁"], ["nothing to do: it is used as soon as it is in the library", "无需操作：引擎一进入引擎库就会被使用"], ["choose the backend that the message names; if it names none, there is nothing to do", "请选择提示中的后端；若未提到后端，则无需操作"], ["nothing to do: the normal model applies it", "无需操作：原模型会应用它"],
     [/a LoRA gives (\S+) another shape, which no engine takes/, "有 LoRA 改变了 $1 的形状，没有引擎支持"],
     ["choose a wider Picture size on the engine node and build again", "在引擎节点上选择更大的“图像尺寸”并重新构建"], ["build again for ", "重新构建，尺寸 "],
     ["put the LoRA before the engine node and build again, or set 'Engine is for' to any checkpoint and LoRA, or leave it: the normal model applies it", "把 LoRA 放在引擎节点之前并重新构建，或把“引擎适用于”设为“任意检查点和 LoRA”，或保持不变：由普通模型应用它"],
     ["remove the node that does so if you want the engine", "如需使用引擎，请移除造成此情况的节点"], ["remove the hooks from the conditioning if you want the engine", "如需使用引擎，请移除条件上的钩子"],
     ["remove the node that computes the UNet by itself (DeepCache ...) if you want the engine", "如需使用引擎，请移除自行计算 UNet 的节点（DeepCache 等）"], ["choose a ControlNet, or a prompt, for the kind of model that is sampled", "请选择适合所采样模型的 ControlNet 或提示词"],
-    ["remove the input that the message names if you want the engine", "如需使用引擎，请移除提示中的输入"], ["see the log for the error; run again to retry the engine", "错误见日志；重新运行会再次尝试引擎"],
+    ["add the input that the message misses, or remove the one that it names, if you want the engine", "如需使用引擎，请添加提示中缺少的输入，或移除提示中的输入"], ["see the log for the error; run again to retry the engine", "错误见日志；重新运行会再次尝试引擎"],
     [/put the engine node behind (\w+), whose patch engines compute/, "请把引擎节点放在 $1 之后，引擎会计算它的补丁"], [/put the engine node behind (\w+)/, "请把引擎节点放在 $1 之后"],
     [/the engine computes the patch of (\w+) too, and the model that is sampled has none/, "引擎还计算 $1 的补丁，而所采样的模型没有此补丁"], [/the engine computes the patch of (\w+) too, and the model that is sampled has that of another file/, "引擎还计算 $1 的补丁，而所采样的模型用的是另一个文件的补丁"],
     [/building the engine of (.+) with (\w+) needs about ([\d.]+ .B) of main memory and ([\d.]+ .B) are available/, "用 $2 构建 $1 的引擎约需 $3 内存，可用 $4"],
@@ -68,6 +68,7 @@ const PHRASES = [
     ["engine of another model", "其他模型的引擎"], ["unsupported model", "不支持的模型"], ["size the engine was not built for", "引擎不含此尺寸"], ["hooks", "条件带有钩子"], ["weights patched", "权重被修改"], ["model patched", "模型被修改"], ["not called through TRT Sampler Patch", "未经“TRT 采样器补丁”调用"],
     [/(Fun control|LLLite) with (\d+) images at once/, "$1 同时有 $2 张图像"], [/LLLite with such an image or mask: /, "LLLite 的图像或遮罩不适用："],
     ["made for another kind of model", "用于其他类型的模型"], ["unsupported input", "不支持的输入"], ["engine failed", "引擎出错"],
+    ["the normal model gives values that are no numbers (NaN) too", "普通模型给出的值也不是数字（NaN）"], ["see what ComfyUI's own nodes give with this model, precision and prompt", "请查看 ComfyUI 自带节点以此模型、精度和提示词给出的结果"],
     [/(width|height) (\d+) px is outside the engine's (\d+) to (\d+) px/, "$2 像素超出引擎的 $3 到 $4 像素"], ["TRT UNet Engine is bypassed, muted or not connected", "“TRT UNet 引擎”被绕过、静音或未连接"],
     // what a build does
     ["waiting for other builds", "等待其他构建"], [/^starting\b/, "正在启动"], ["checking the engine's files", "检查引擎文件"], ["reading weights", "读取权重"], ["starting the exporter", "启动导出"], [/\bexporting\b/, "导出"], ["starting the compiler", "启动编译"],

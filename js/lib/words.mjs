@@ -151,6 +151,7 @@ function ofOne(state) {
         view.badge ||= t(state.uncompiled && !state.any_size ? "badgeMisfit" : "badgeUncompiled");
     }
     if (badge) view.tone = view.tone === "bad" ? "bad" : "warn";
+    if (badge && view.title === t("ready")) view.title = t("readyBut", { badge });
     view.lines = [...view.lines, ...ran, ...(state.state === "ready" ? [makeLine(state.engine)] : [])];
     if (state.note) {
         view.lines.unshift(state.note);
@@ -183,7 +184,9 @@ export function shortName(label) {
 }
 
 function nameOf({ label, input }) {
-    return label ? shortName(label) : t(input === "model" ? "unet" : "controlnet");
+    const vae = { vae: t("vae_decoder"), "vae:encode": t("vae_encoder") }[input];
+    if (!label) return vae ?? t(input === "model" ? "unet" : "controlnet");
+    return `${vae && !label.includes(": ") ? `${vae}: ` : ""}${shortName(label)}`; // once it has run, its label says it
 }
 
 /** The model comes first, then the ControlNets by number. */

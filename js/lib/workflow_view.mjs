@@ -47,7 +47,7 @@ export class WorkflowView {
         this.element.hidden = !found.total;
         this.element.dataset.tone = waiting.length ? "busy" : found.missing ? "warn" : "good";
         const { jump } = this.actions; // without it the last run stands above, on a report
-        const words = !jump && !found.missing && !found.busy ? t(found.ready === 1 ? "nowOneReady" : "nowReady", found) : headline(found, this.batch.size);
+        const words = !jump && !found.missing && !found.busy && !found.unable ? t(found.ready === 1 ? "nowOneReady" : "nowReady", found) : headline(found, this.batch.size);
         this.head.textContent = jump ? words : t("now", { words });
         this.progress.hidden = !waiting.length;
         this.left.textContent = found.seconds > 0 ? about(found.seconds) : "";
@@ -83,13 +83,16 @@ export class WorkflowView {
 }
 
 /** One line for all engines of a workflow. */
-function headline({ ready, missing, busy, total }, batch) {
+export function headline({ ready, missing, busy, total, unable, building }, batch) {
+    if (busy && !building) return t("allWait", { count: busy });
     if (busy) return t("allBusy", { number: Math.max(1, batch - busy + 1), batch });
+    if (!missing && unable) return t("readyBeside", { ready, unable });
     if (!missing) return t(ready === 1 ? "oneReady" : "allReady", { ready });
     return t(total === 1 ? "onlyMissing" : missing === 1 ? "oneMissing" : "allMissing", { missing, total });
 }
 
-function offer({ missing, seconds }) {
-    const words = t(missing === 1 ? "buildOne" : "buildAll", { count: missing });
+/** What the button for all does; some engines may be there already. */
+export function offer({ missing, seconds, unsure }) {
+    const words = t(missing === 1 ? "buildOne" : unsure ? "buildUpTo" : "buildAll", { count: missing });
     return seconds > 0 ? t("timed", { words, time: about(seconds) }) : words;
 }

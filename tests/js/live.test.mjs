@@ -1,6 +1,7 @@
 import assert from "node:assert/strict";
 import { readFileSync } from "node:fs";
 import { test } from "node:test";
+import { waitWords } from "../../js/lib/live.mjs";
 import { LiveLink, Pace, takesLive } from "../../js/lib/live_link.mjs";
 import { said } from "../../js/lib/server_zh.mjs";
 import { setLanguage } from "../../js/lib/texts.mjs";
@@ -53,6 +54,12 @@ test("a prompt takes live frames where nothing is wired into a stream's frames",
     assert.equal(takesLive(stream({ steps: 1 })), true);
     assert.equal(takesLive(stream({ frames: ["1", 0] })), false);
     assert.equal(takesLive({ 1: { class_type: "LoadImage", inputs: {} } }), false);
+});
+
+test("a stream that waits for a build says what that does", () => {
+    const job = { state: "running", phase: "compiling", percent: 40, seconds: 70, expected: 100 };
+    assert.equal(waitWords(job), "TRT Stream waits for an engine: compiling, 40 %, 1 min 10 s of about 1 min 40 s");
+    assert.equal(waitWords({ ...job, state: "done" }), "Starting TRT Stream: its models are loaded …");
 });
 
 test("what a live stream says is said in Chinese too", () => {

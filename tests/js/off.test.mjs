@@ -13,6 +13,11 @@ test("what runs native without its engine node says so, and more than speed is l
     assert.deepEqual(off("TRTControlNetEngine", BYPASSED), native);
     assert.deepEqual(off("TRTControlNetEngine", MUTED), { text: t("offMuted"), tone: "warn" });
     for (const mode of [MUTED, BYPASSED]) assert.deepEqual(off("TRTUNetEngine", mode), native);
+    for (const type of ["TRTAccelerate", "TRTVAEEngine"]) {
+        assert.deepEqual(off(type, BYPASSED), native);
+        assert.deepEqual(off(type, MUTED), { text: t("offRefused"), tone: "warn" }); // the nodes behind it lack a connection
+    }
+    assert.match(t("offRefused"), /refused.+Bypass/);
     assert.equal(off("TRTUNetEngine", 0).text, t("offInside"));
 });
 

@@ -213,7 +213,7 @@ test("a node of a subgraph that is used twice shows the worse of its two engines
     tracker.views.set(node, view);
     await tracker.refresh();
     assert.deepEqual([posts.pop(), states()], [[["7:2", "8:2"]], ["b none", "a ready"]]);
-    assert.deepEqual(needs(usesOf(view.state)), { ready: 1, missing: 1, busy: 0, total: 2, seconds: null });
+    assert.deepEqual(needs(usesOf(view.state)), { ready: 1, missing: 1, busy: 0, total: 2, unable: 0, building: 0, unsure: 0, seconds: null });
 
     const builder = new Builder(tracker, () => {});
     await builder.build([view]);
@@ -230,4 +230,20 @@ test("a node of a subgraph that is used twice shows the worse of its two engines
     assert.deepEqual(states(), ["b none"]);
     const [fits, misfit] = [undefined, {}].map((misfit) => ({ state: "none", key: "b", misfit }));
     assert.deepEqual([together([fits, misfit]), together([misfit, fits])], [misfit, misfit], "that the other does not fit is told");
+});
+
+test("builds that a restart of the server lost are told, once; what it still knows is not", async () => {
+    const { tracker } = tracked(), toasts = [], builder = new Builder(tracker, (...words) => toasts.push(words));
+    let asked = 0, known = [{ id: "kept", state: "running" }];
+    tracker.api = { fetchApi: async (path) => {
+        asked += path.endsWith("/builds");
+        return { ok: true, json: async () => known };
+    } };
+    await builder.reconnected();
+    assert.equal(asked, 0, "nothing was under way");
+    for (const id of ["kept", "lost"]) await builder.hear({ id, keys: [], label: `${id}.safetensors`, state: "running" });
+    await builder.hear({ id: "over", keys: [], label: "over", state: "running" });
+    await builder.hear({ id: "over", keys: [], label: "over", state: "done" });
+    for (let i = 0; i < 2; i++) await builder.reconnected();
+    assert.deepEqual(toasts, [["warn", "Build lost", "The server was started anew, which ended: lost.safetensors. Press Build engine again."]]);
 });

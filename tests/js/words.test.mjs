@@ -1,7 +1,7 @@
 import assert from "node:assert/strict";
 import { readFileSync } from "node:fs";
 import { test } from "node:test";
-import { promptError, refusal } from "../../js/lib/build.mjs";
+import { promptError, refusal, runError } from "../../js/lib/build.mjs";
 import { offer } from "../../js/lib/presets.mjs";
 import { said } from "../../js/lib/server_zh.mjs";
 import { defaultsFor } from "../../js/lib/settings.mjs";
@@ -83,24 +83,44 @@ test("the expected time is told until it has passed, and never guessed", () => {
 });
 
 test("what the server says is read in Chinese, names and figures as they are", () => {
-    const report = "Accelerated: 2 of 3 models; about 4.6 s at normal speed. -> Build 1 missing engine";
+    const report = "Accelerated: 2 of 3 models, 9 of 11 calls; about 4.6 s at normal speed. -> Build 1 missing engine";
     assert.equal(said(report), report);
     setLanguage("zh");
     const read = [report, "Accelerated: 3 of 3 models, about 2.3x faster than without", "canny: 4 on torch, 8.9 ms each, 2 at normal speed, 40 ms each (no engine)",
         "up to 4 images, 64 to 512 px, 616 tokens", "timing the normal model, 30 %", "stale engine: x was moved. Same picture, normal speed; "
         + "build it again: it was made by another version, on another machine or for another GPU."].map(said);
     setLanguage("en");
-    assert.deepEqual(read.slice(0, 5), ["已加速 2 个模型，共 3 个；约 4.6 s 按原速运行。 → 构建 1 个缺少的引擎", "已加速 3 个模型，共 3 个，速度约为不用引擎时的 2.3 倍",
-        "canny: 4 步由 torch 运行，每步 8.9 ms, 2 步按原速，每步 40 ms (没有引擎)", "最多 4 张图像, 64 到 512 像素, 616 词元", "测量普通模型, 30 %"]);
+    assert.deepEqual(read.slice(0, 5), ["已加速 2 个模型，共 3 个，11 次调用中有 9 次；约 4.6 s 按原速运行。 → 构建 1 个缺少的引擎", "已加速 3 个模型，共 3 个，速度约为不用引擎时的 2.3 倍",
+        "canny: 4 次由 torch 运行，每次 8.9 ms, 2 次按原速，每次 40 ms (没有引擎)", "最多 4 张图像, 64 到 512 像素, 616 词元", "测量普通模型, 30 %"]);
     assert.equal(read[5], "引擎已过期: x was moved. 图像相同，速度为原速; 请重新构建：它由其他版本、在其他机器上或为其他 GPU 构建.");
 });
 
+test("what is missing is not to be removed, and a backend that is named is to be chosen, in Chinese too", () => {
+    const code = readFileSync(new URL("../../engine_library/fallback.py", import.meta.url), "utf8").replace(/"\s+"/g, "");
+    const advice = (reason) => new RegExp(`Reason\\.${reason}: "([^"]+)"`).exec(code)[1];
+    assert.match(advice("UNSUPPORTED_INPUT"), /^add .+, or remove /);
+    assert.match(advice("UNSUPPORTED_MODEL"), /^choose the backend /);
+    setLanguage("zh");
+    const left = ["UNSUPPORTED_INPUT", "UNSUPPORTED_MODEL"].map((reason) => said(advice(reason)).match(/[A-Za-z]+/g));
+    setLanguage("en");
+    assert.deepEqual(left, [null, null]);
+});
+
+test("a run that fails without a word is told by the kind of its error", () => {
+    const failed = { node_type: "UNETLoader", exception_type: "AssertionError", exception_message: "\n" };
+    assert.equal(runError(failed), "UNETLoader: AssertionError");
+    assert.equal(runError({ ...failed, exception_message: "no such file\n" }), "UNETLoader: no such file");
+});
+
 test("a native call is never quiet", () => {
-    assert.deepEqual(runWords({ engine: 8, native: 0, backend: "torch", reasons: [] }), { lines: ["Last run: 8 of 8 steps accelerated"], badge: "" });
+    assert.deepEqual(runWords({ engine: 8, native: 0, backend: "torch", reasons: [] }), { lines: ["Last run: 8 of 8 calls accelerated"], badge: "" });
     const part = describe({ state: "ready", engine: ENGINE, job: null, run: { engine: 5, native: 3, backend: "torch", reasons: [REASON] } });
     assert.equal(part.tone, "warn");
     assert.equal(part.badge, "partly accelerated");
-    assert.ok(part.lines.includes("Last run: 5 of 8 steps accelerated"));
+    assert.equal(part.title, "Ready; last run partly accelerated");
+    const unused = describe({ state: "ready", engine: ENGINE, job: null, run: { engine: 0, native: 3, backend: null, reasons: [REASON] } });
+    assert.equal(unused.title, "Ready; last run not accelerated");
+    assert.ok(part.lines.includes("Last run: 5 of 8 calls accelerated"));
     assert.ok(part.lines.some((line) => line.startsWith("3 × size the engine was not built for")));
     const none = runWords({ engine: 0, native: 4, backend: null, reasons: [REASON] });
     assert.deepEqual([none.badge, none.lines[0]], ["not accelerated", "Last run: not accelerated"]);
@@ -112,7 +132,7 @@ test("a size that was not compiled for is told before the run and after it, with
     const engine = { ...ENGINE, backend: "torch", profile: "1024x1024, 77 tokens" };
     const ran = { engine: 8, native: 0, backend: "torch", reasons: [], uncompiled: [{ size: "832x1216, 154 tokens", graph: true, count: 8 }] };
     const after = describe({ state: "ready", engine, run: ran });
-    assert.ok(after.lines.includes("Not compiled for 832x1216, 154 tokens: 8 steps ran as a CUDA graph"));
+    assert.ok(after.lines.includes("Not compiled for 832x1216, 154 tokens: 8 calls ran as a CUDA graph"));
     assert.deepEqual([after.tone, after.badge, after.offer], ["warn", "not compiled", "Build for 832x1216, 154 tokens"]);
     const before = describe({ state: "ready", any_size: true, engine, run: null, uncompiled: { width: 832, height: 1216, images: 2 } });
     assert.equal(before.lines[0], "Not compiled for 832×1216, 2 images: it runs as a CUDA graph until that is built.");
@@ -121,7 +141,7 @@ test("a size that was not compiled for is told before the run and after it, with
     assert.deepEqual([fine.tone, fine.badge, fine.offer], ["good", "", ""]);
     const none = describe({ state: "none", run: ran });
     assert.equal(none.offer, "", "there the button itself builds it");
-    assert.ok(runWords({ ...ran, uncompiled: [{ ...ran.uncompiled[0], graph: false }] }).lines[1].endsWith("8 steps ran uncompiled"));
+    assert.ok(runWords({ ...ran, uncompiled: [{ ...ran.uncompiled[0], graph: false }] }).lines[1].endsWith("8 calls ran uncompiled"));
 });
 
 test("a size that no engine is for is told before the run and after it, where engines are for one size each", () => {
@@ -161,8 +181,8 @@ test("each state has a title, a tone and a button", () => {
 test("what the next run will bring is said before it, with the time", () => {
     const said = (outlook, whenMissing = "use native", state = "none") =>
         describe({ state, whenMissing, run: null, outlook: { why: "", seconds: null, certain: state === "none", live: false, ...outlook } }).lines[0];
-    assert.equal(said({ why: "lora", seconds: 231 }), "No engine for this LoRA setting yet. Runs at normal speed for now. Building takes about 4 min.");
-    assert.equal(said({ why: "lora", seconds: 231 }, "build now"), "No engine for this LoRA setting yet. The next run builds it first: about 4 min.");
+    assert.equal(said({ why: "lora", seconds: 231 }), "No engine yet for this model with these LoRAs and settings. Runs at normal speed for now. Building takes about 4 min.");
+    assert.equal(said({ why: "lora", seconds: 231 }, "build now"), "No engine yet for this model with these LoRAs and settings. The next run builds it first: about 4 min.");
     assert.equal(said({ why: "checkpoint", seconds: 47 }, "build now", "unknown"),
         "No engine is known for this model yet. The next run builds it first if there is none: about 50 s.");
     assert.match(said({ why: "settings" }, "build in background", "unknown"), /starts the build \(minutes for a full-size model\)/);
@@ -171,6 +191,15 @@ test("what the next run will bring is said before it, with the time", () => {
     assert.equal(said({}), t("noneHint"));
     assert.equal(said({}, "use native", "unknown"), t("unknownHint"));
     assert.equal(describe({ state: "none", run: null }).lines[0], t("noneHint"));
+});
+
+test("a model and the two networks of its VAE have lines of their own, known or not", () => {
+    const of = (input, label = "sd.safetensors") => ({ state: "none", id: "1", input, label, run: null });
+    const lines = (...uses) => describe({ ...uses[0], others: uses.slice(1) }).lines.slice(1, 4);
+    const own = ["sd: No engine", "VAE decode: sd: No engine", "VAE encode: sd: No engine"];
+    assert.deepEqual(lines(of("model"), of("vae"), of("vae:encode")), own);
+    assert.deepEqual(lines(of("model"), of("vae", "VAE decode: sd.safetensors"), of("vae:encode", "VAE encode: sd.safetensors")), own);
+    assert.deepEqual(lines(of("model", ""), of("vae", "")), ["UNet: No engine", "VAE decode: No engine"]);
 });
 
 test("a refused prompt is told by its first node's error", () => {

@@ -2,6 +2,7 @@ import assert from "node:assert/strict";
 import { test } from "node:test";
 import { buildPrompt } from "../../js/lib/graph.mjs";
 import { isMissing, needs, progress } from "../../js/lib/workflow.mjs";
+import { headline, offer } from "../../js/lib/workflow_view.mjs";
 
 const none = (key, seconds) => ({ state: "none", key, outlook: { seconds } });
 const ready = (key, covers = true) => ({ state: "ready", key, engine: { covers } });
@@ -9,9 +10,9 @@ const building = (key, percent, expected, seconds) => ({ state: "building", key,
 
 test("a workflow lacks what a build would give, each engine once, and its time is the sum where each is known", () => {
     const states = [none("a", 60), none("a", 60), none("b", 30), ready("c"), { state: "off", key: "d" }, { state: "unavailable", key: "e" }];
-    assert.deepEqual(needs(states), { ready: 1, missing: 2, busy: 0, total: 3, seconds: 90 });
+    assert.deepEqual(needs(states), { ready: 1, missing: 2, busy: 0, total: 3, unable: 1, building: 0, unsure: 0, seconds: 90 });
     assert.equal(needs([none("a", 60), none("b", null)]).seconds, null);
-    assert.deepEqual(needs([ready("a"), ready("b")]), { ready: 2, missing: 0, busy: 0, total: 2, seconds: 0 });
+    assert.deepEqual(needs([ready("a"), ready("b")]), { ready: 2, missing: 0, busy: 0, total: 2, unable: 0, building: 0, unsure: 0, seconds: 0 });
 });
 
 test("what is stale, unchecked, failed, not looked up, or too small is built by Build all; what is under way is not", () => {
@@ -22,6 +23,16 @@ test("what is stale, unchecked, failed, not looked up, or too small is built by 
     assert.equal(isMissing({ ...ready("a"), uncompiled: { width: 832, height: 1216, images: 1 } }), true);
     assert.equal(isMissing({ ...ready("a"), run: { uncompiled: [{ size: "832x1216, 154 tokens" }] } }), true);
     assert.equal(isMissing({ ...ready("a"), run: { uncompiled: [] } }), false);
+});
+
+test("a workflow's line is true of models without an engine, of builds that wait, and of engines that may be there", () => {
+    const unable = { state: "unavailable", key: "u" }, asked = (key) => ({ state: "asked", key });
+    assert.equal(headline(needs([ready("a"), ready("b")]), 0), "All engines of this workflow are ready (2)");
+    assert.equal(headline(needs([ready("a"), ready("b"), unable]), 0), "Engines ready: 2; models that cannot use one: 1");
+    assert.equal(headline(needs([asked("a"), asked("b")]), 2), "Engines waiting to be built: 2");
+    assert.equal(headline(needs([building("a", 5, 100, 5), asked("b")]), 2), "Building engine 1 of 2");
+    assert.match(offer(needs([none("a"), none("b")])), /^Build 2 missing engines/);
+    assert.match(offer(needs([none("a"), { state: "unknown", key: "b" }])), /^Build up to 2 missing engines/);
 });
 
 test("the time left goes down while a build runs", () => {
