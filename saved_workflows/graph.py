@@ -72,7 +72,7 @@ class Graph:
         saved_links = [(saved, Link.of(saved)) for saved in once.values()]
         self.times = {"node": Counter(node["id"] for node in data["nodes"]),
                       "link": Counter(link.id for _, link in saved_links)}  # fmt: skip
-        """How often the file has each id. What shares its id is never changed."""
+        """Number of times that the file has each id. What shares its id is never changed."""
         self.nodes: dict[Any, Node] = {
             node["id"] if self.times["node"][node["id"]] == 1 else ("twice", i): node
             for i, node in enumerate(data["nodes"])

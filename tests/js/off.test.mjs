@@ -17,7 +17,7 @@ test("what runs native without its engine node says so, and more than speed is l
         assert.deepEqual(off(type, BYPASSED), native);
         assert.deepEqual(off(type, MUTED), { text: t("offRefused"), tone: "warn" }); // the nodes behind it lack a connection
     }
-    assert.match(t("offRefused"), /refused.+Bypass/);
+    assert.match(t("offRefused"), /refuses.+Bypass/);
     assert.equal(off("TRTUNetEngine", 0).text, t("offInside"));
 });
 
