@@ -12,8 +12,9 @@ from dataclasses import replace
 from itertools import starmap
 from typing import Any
 
-from .graph import GET, INPUT_NODE, OUTPUT_NODE, SET, Graph, Link, Node, Port, Workflow, is_ours, kind_of, name_of
+from .graph import GET, INPUT_NODE, OUTPUT_NODE, SET, Graph, Link, Node, Port, Workflow, is_ours, name_of
 from .layout import place
+from .sockets import kind_of
 
 ACCELERATE, CONTROL_ENGINE, UNET_ENGINE = "TRTAccelerate", "TRTControlNetEngine", "TRTUNetEngine"
 VAE_ENGINE = "TRTVAEEngine"
@@ -31,7 +32,8 @@ SERVING = (*PASSES_ON, UNET_ENGINE)
 SIZES = {ACCELERATE: (330.0, 400.0), CONTROL_ENGINE: (330.0, 300.0)}
 _KINDS = {"model": "MODEL", "vae": "VAE"}
 _CHANGES_WEIGHTS = re.compile("lora|modelmerge|^ZImageFunControlnet$|^AnimaLLLiteApply$", re.IGNORECASE)
-_NO_VAE_ENGINE = re.compile(r"(?<![a-z])wan|qwen|hunyuan|ltx|cosmos|mochi|taehv|taew|audio|ace_step", re.IGNORECASE)
+_NO_VAE_ENGINE = re.compile(
+    r"(?<![a-z])wan|qwen|hunyuan|ltx|cosmos|mochi|cogvideo|taehv|taew|audio|ace_step", re.IGNORECASE)
 """Names of VAEs of videos and sounds, which no engine serves."""
 _NO_RUN = {"MODEL", "CLIP", "VAE", "SIGMAS"}
 """Types that nodes make which call no network: patches, loaders, schedulers."""
@@ -48,13 +50,15 @@ def accelerate(workflow: Workflow) -> list[Node]:
         for port, links in list(_model_places(workflow, source, seen)):
             added.append((port.graph, _insert(workflow, port, links, ACCELERATE, "model")))
     for kind, names in (("CONTROL_NET", CONTROLS), ("VAE", ("vae",))):
-        nodes = [(graph, node) for graph, node in added if node["type"] == ACCELERATE]
+        ours = [(graph, node) for graph, node in added if node["type"] == ACCELERATE]
+        branches = [(graph, node, set(graph.needing(node["id"]))) for graph, node in ours]
         for port in list(_sources(workflow, kind)):
             links = _unserved(workflow, port, kind)
-            for graph, node in nodes:
-                own = [link for link in links if graph is port.graph and node in _branch(graph, link.target, nodes)]
+            hosts = [_host(port.graph, link.target, branches) for link in links]
+            for node in (node for graph, node, _ in branches if graph is port.graph and node in hosts):
+                own = [link for link, host in zip(links, hosts, strict=True) if host is node]
                 any(_take(workflow, node, name, port, own) for name in names)
-                links = [link for link in links if port.graph.links[link.id] == link]
+            links = [link for link in links if port.graph.links[link.id] == link]
             if links and kind == "CONTROL_NET":
                 added.append((port.graph, _insert(workflow, port, links, CONTROL_ENGINE, "control_net")))
     workflow.save()
@@ -154,14 +158,19 @@ def _runs(graph: Graph, node: Node) -> bool:
     return not _NO_RUN.issuperset(graph.made(node).values())
 
 
-def _branch(graph: Graph, reader: Any, nodes: list[tuple[Graph, Node]]) -> list[Node]:
-    """Return the nodes that a reader can hang on: if a user mutes one of them, nothing else stands still for that."""
-    if len(nodes) == 1:
-        return [nodes[0][1]]
-    behind = {node["id"]: graph.needing(node["id"]) for one, node in nodes if one is graph}
-    needs = [i for i, found in behind.items() if reader in found]
-    serves = [i for i, found in behind.items() if graph.needing(reader) & found]
-    return [graph.nodes[i] for i in needs[:1] or (serves if len(serves) == 1 else ())]
+def _host(graph: Graph, reader: Any, branches: list[tuple[Graph, Node, set[Any]]]) -> Node | None:
+    """Return the node that a reader hangs on: a user who mutes that mutes all that comes of the reader anyway.
+
+    Args:
+        branches: our nodes with what needs each.
+    """
+    if len(branches) == 1:
+        return branches[0][1]
+    found = graph.needing(reader)
+    ends = {one for one in found if OUTPUT_NODE in graph.next(one) or not graph.next(one)}
+    fit = [(next((i for i, one in enumerate(found) if i and one in served), len(found)), len(served), order)
+           for order, (one, _, served) in enumerate(branches) if one is graph and ends <= served]  # fmt: skip
+    return branches[min(fit)[2]][1] if fit else None
 
 
 def _unserved(workflow: Workflow, port: Port, kind: str) -> list[Link]:

@@ -8,6 +8,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, TypeVar
 
+from .sockets import bypass_slot, fits, free, kind_of
+
 T = TypeVar("T")
 Data = dict[str, Any]
 Node = dict[str, Any]
@@ -158,19 +160,25 @@ class Graph:
         """Tell whether a node needs another one, or is it."""
         return node in self.needing(other)
 
-    def needing(self, node: Any) -> set[Any]:
-        """Return a node and all that needs it, in this graph."""
-        seen, queue = {node}, [node]
+    def needing(self, node: Any) -> list[Any]:
+        """Return a node and all that needs it in this graph, the nearest first."""
+        seen = {node: None}
+        queue = [node]
         for current in queue:
-            found = self.nodes.get(current, {})
-            more = {link.target for links in self._from[current].values() for link in links.values()}
-            if found.get("type") == SET:
-                more |= {one["id"] for one in self.named(GET, name_of(found))}
-            if found in self.everywhere:
-                more |= {key for key, one in self.nodes.items() if current in self.fed(one)}
-            queue += more - seen
-            seen |= more
-        return seen - {OUTPUT_NODE}
+            more = [one for one in self.next(current) if one not in seen and one != OUTPUT_NODE]
+            seen |= dict.fromkeys(more)
+            queue += more
+        return queue
+
+    def next(self, node: Any) -> dict[Any, None]:
+        """Return what reads a node's outputs, by wire or by name."""
+        found = self.nodes.get(node, {})
+        more = [link.target for links in self._from[node].values() for link in links.values()]
+        if found.get("type") == SET:
+            more += [one["id"] for one in self.named(GET, name_of(found))]
+        if found in self.everywhere:
+            more += [key for key, one in self.nodes.items() if node in self.fed(one)]
+        return dict.fromkeys(more)
 
     def named(self, kind: str, name: Any) -> list[Node]:
         """Return the Set or Get nodes of a name."""
@@ -349,17 +357,6 @@ def is_ours(node: Node) -> bool:
     return node["type"].startswith("TRT")
 
 
-def kind_of(socket: Data) -> Any:
-    """Return the type of an input or output; one without a type is of any."""
-    return socket.get("type") or "*"
-
-
-def free(node: Node, kind: Any) -> list[int]:
-    """Return the inputs of a type that nothing is wired to."""
-    inputs = enumerate(node.get("inputs") or [])
-    return [slot for slot, one in inputs if kind_of(one) == kind and one.get("link") is None]
-
-
 def name_of(node: Node) -> Any:
     """Return the name that Set and Get nodes share."""
     values = node.get("widgets_values")
@@ -374,24 +371,3 @@ def _inner_slot(inner: Data, use: Node, slot: int) -> int:
 
 def _state(graph: Graph) -> Data:
     return graph.data.get("state") or {}
-
-
-def fits(one: Any, other: Any) -> bool:
-    """Return whether LiteGraph lets two types be connected."""
-    if one in ("", "*", 0, None) or other in ("", "*", 0, None):
-        return True
-    return not set(str(one).lower().split(",")).isdisjoint(str(other).lower().split(","))
-
-
-def bypass_slot(node: Node, output: int, kind: Any) -> int | None:
-    """Return the input that a bypassed node passes on: the one beside the output if it fits, or the first that fits."""
-    inputs = node.get("inputs") or []
-    outputs = (node.get("outputs") or [])[output:output + 1]
-    made = kind_of(outputs[0]) if outputs else "*"
-    if kind in ("*", ""):
-        return (output if output < len(inputs) else 0) if inputs else None
-    if output < len(inputs) and fits(kind_of(inputs[output]), made) and fits(kind_of(inputs[output]), kind):
-        return output
-    exact = (slot for slot, socket in enumerate(inputs) if kind_of(socket) == kind)
-    near = (slot for slot, socket in enumerate(inputs) if fits(kind_of(socket), made) and fits(kind_of(socket), kind))
-    return next(exact, next(near, None))

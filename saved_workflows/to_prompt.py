@@ -20,13 +20,12 @@ from .graph import (
     SET,
     Link,
     WorkflowError,
-    bypass_slot,
     check_format,
     damage_told,
     definitions,
-    kind_of,
     name_of,
 )
+from .sockets import bypass_slot, kind_of
 
 Workflow = dict[str, Any]
 Node = dict[str, Any]

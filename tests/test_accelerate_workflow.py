@@ -400,8 +400,10 @@ BRANCHES = "load.0 lora.0, lora.0 s.0, s.0 one.0, vae.0 one.1, other.0 t.0, t.0 
     ({"image": "Encode"}, "vae.0 image.0, image.0 s.1, image.0 t.1", {"one": "lora", "two": "other", "image": None}),
     ({"image": "Encode"}, "vae.0 image.0, image.0 t.1", {"one": "lora", "two": "other", "image": "other"}),
     ({"image": "Encode"}, "vae.0 image.0", {"one": "lora", "two": "other", "image": None}),
-    ({}, "s.0 t.1", {"one": "lora", "two": "lora"}),
-], ids=["shared", "an image for both", "an image for one", "an image for none", "one behind the other"])  # fmt: skip
+    ({}, "s.0 t.1", {"one": "lora", "two": "other"}),
+    ({"image": "Encode", "again": "Encode"}, "vae.0 image.0, image.0 s.1, s.0 t.1", {"one": "lora", "image": "lora"}),
+], ids=["shared", "an image for both", "an image for one", "an image for none", "one behind the other",
+        "an image for both in a row"])  # fmt: skip
 def test_a_vae_of_two_branches_goes_through_the_node_of_each(
     more: dict[str, str], wired: str, ways: dict[str, str | None], api: bool
 ) -> None:
@@ -426,8 +428,9 @@ def test_a_vae_of_two_branches_goes_through_the_node_of_each(
 @pytest.mark.parametrize(("wired", "nodes"), [
     ("net.0 apply.0, apply.0 s.1, apply.0 t.1", ["TRTAccelerate", "TRTAccelerate", "TRTControlNetEngine"]),
     ("net.0 apply.0, apply.0 t.1", ["TRTAccelerate"] * 2),
+    ("net.0 apply.0, apply.0 s.1, apply.0 t.1, s.0 t.2", ["TRTAccelerate"] * 2),
     ("net.0 apply.0, apply.0 t.1, net.0 more.0, more.0 s.1", ["TRTAccelerate"] * 2),
-], ids=["both", "one", "each its own"])
+], ids=["both", "one", "one behind the other", "each its own"])
 def test_a_controlnet_of_two_branches_gets_a_node_of_its_own(wired: str, nodes: list[str]) -> None:
     data = drawn({"load": "Loader", "s": "Control", "other": "Loader", "t": "Control", "net": "ControlNetLoader",
                   "apply": "Apply", "more": "Apply"}, f"load.0 s.0, other.0 t.0, {wired}")  # fmt: skip

@@ -26,7 +26,7 @@ TYPES: dict[str, tuple[list[str], list[str]]] = {
     "DecodeLatent": (["LATENT", "VAE"], ["IMAGE"]),
     "Encode": (["VAE"], ["LATENT"]),
     "Refine": (["MODEL", "LATENT"], ["LATENT"]),
-    "Control": (["MODEL", "CONDITIONING"], ["LATENT"]),
+    "Control": (["MODEL", "CONDITIONING", "LATENT"], ["LATENT"]),
     "VAELoader": ([], ["VAE"]),
     "LTXVAudioVAELoader": ([], ["VAE"]),
     "Reroute": (["*"], ["*"]),
