@@ -29,7 +29,7 @@ DEEPEST = 100
 
 
 def loads(text: bytes | str) -> Any:
-    """JSON as the standard has it: no NaN, no number beyond all floats, no half character, no endless nesting.
+    """JSON as the standard has it: no NaN, no number beyond all floats, nothing nested beyond reason.
 
     Raises:
         MalformedInput: it is none.
@@ -41,6 +41,16 @@ def loads(text: bytes | str) -> Any:
     except RecursionError:
         raise MalformedInput(f"it is nested more than {DEEPEST} levels deep") from None
     _check_depth(value)
+    return value
+
+
+def loads_whole(text: bytes | str) -> Any:
+    """As ``loads``, for what is written on or sent back as text: it has no half characters either.
+
+    Raises:
+        MalformedInput: it is none.
+    """
+    value = loads(text)
     try:
         json.dumps(value, ensure_ascii=False).encode()
     except UnicodeEncodeError:

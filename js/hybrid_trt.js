@@ -146,12 +146,24 @@ function press(view) {
     if (!wrong && !view.button.disabled) builder.press(view);
 }
 
+let wasCut = false; // from the server, since builds were looked for last
+
+/** Tell of builds that a restart lost, once the page is seen. */
+function lookForLost() {
+    if (!wasCut || document.hidden) return;
+    wasCut = false;
+    builder.reconnected().catch(() => {}); // the page itself says that the server is away
+}
+
 function hearServer() {
     api.addEventListener("hybrid_trt.build", ({ detail }) => {
         tabTitle.hear(detail);
         builder.hear(detail);
     });
-    api.addEventListener("reconnected", () => builder.reconnected().catch(() => {})); // the page says so itself
+    api.addEventListener("reconnected", () => {
+        wasCut = true;
+        lookForLost();
+    });
     api.addEventListener("execution_success", ({ detail }) => builder.promptEnded(detail.prompt_id));
     api.addEventListener("execution_interrupted", ({ detail }) => builder.promptEnded(detail.prompt_id));
     api.addEventListener("execution_error", ({ detail }) =>
@@ -161,6 +173,7 @@ function hearServer() {
     document.addEventListener("visibilitychange", () => {
         tracker.shown();
         tabTitle.shown();
+        lookForLost();
     });
     const queue = api.queuePrompt;
     api.queuePrompt = function (number, prompt, ...more) {

@@ -157,7 +157,7 @@ async def read_json(request: web.Request, limit: int = MAX_JSON) -> dict[str, An
     if len(body) > limit or (request.content_length or 0) > limit:
         raise Refused(413, f"The request is larger than {limit >> 20} MB, so it was not read.")
     try:
-        data = schema.loads(body)
+        data = schema.loads_whole(body)
     except schema.MalformedInput as error:
         raise Refused(400, f"The request was not understood: {error}; nothing was done.") from None
     if not isinstance(data, dict):

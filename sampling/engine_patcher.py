@@ -207,7 +207,7 @@ class ControlPatcher(ControlEnginePatcher):
 
     def __init__(self, engine: EnginePatcher, native: ModelPatcher, last: Last | None = None):
         super().__init__(engine.model, engine.load_device, engine.offload_device)
-        self.parent = engine.parent or engine
+        self.parent = getattr(engine, "parent", None) or engine
         for name in vars(self).keys() - self._own:
             del vars(self)[name]
         vars(self).update(native=native, last=_last.setdefault(native.model, []) if last is None else last)

@@ -209,7 +209,7 @@ def test_half_a_character_is_refused_in_a_sentence(tmp_path: Path) -> None:
         path.write_bytes(text)
         with pytest.raises(WorkflowError, match="half a character"):
             workflows._read(path)
-    assert schema.loads('"\\ud83d\\ude00"') == "\U0001f600"
+    assert schema.loads_whole('"\\ud83d\\ude00"') == "\U0001f600"
 
 
 @pytest.mark.fault("this machine's key is a link to a file that others know")

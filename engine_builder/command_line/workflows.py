@@ -16,7 +16,7 @@ from ...architectures.shapes import SIZE_NAMES
 from ...backends import AUTO
 from ...engine_library.atomic_files import write_file
 from ...engine_library.safe_files import NOTES, read_bytes
-from ...engine_library.schema import loads
+from ...engine_library.schema import loads_whole
 from ...saved_workflows.accelerate import ENGINE_NODES, accelerate
 from ...saved_workflows.api_format import change_prompt, is_prompt
 from ...saved_workflows.graph import Workflow, WorkflowError, change
@@ -86,7 +86,7 @@ def _read(path: Path) -> dict[str, Any]:
         text = _taken_out(raw) if raw.startswith((b"\x89PNG", b"RIFF")) else raw
         if len(text) > NOTES:
             raise OSError(errno.EFBIG, "too large")
-        data = loads(text)
+        data = loads_whole(text)
     except OSError as error:
         if error.errno != errno.EFBIG:
             raise
