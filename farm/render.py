@@ -136,17 +136,13 @@ async def _workers(farm: aiohttp.ClientSession) -> int:
 
 
 async def _done(farm: aiohttp.ClientSession, body: dict[str, Any], patience: float) -> dict[str, Any]:
-    """Return the ``done`` event of a request, tried again where the farm is away or busy, or its answer stops.
-
-    Args:
-        patience: seconds from then on.
+    """Return the ``done`` event of a request, tried again where the farm is away or busy.
 
     Raises:
         NotRendered: the farm refused it, it failed, or the farm stayed away.
     """
-    away = None  # since when there is no answer
+    began = time.monotonic()
     while True:
-        asked = time.monotonic()
         try:
             async with farm.post("/render", json=body) as answer:
                 if answer.status == 200:
@@ -159,11 +155,7 @@ async def _done(farm: aiohttp.ClientSession, body: dict[str, Any], patience: flo
                     raise NotRendered(why)
         except aiohttp.ClientError as error:
             why = f"The farm does not answer: {error!r}"
-            reached = not isinstance(error, aiohttp.ClientConnectorError | aiohttp.ServerTimeoutError)
-            if reached and time.monotonic() - asked > WAIT:  # it worked until now
-                away = None
-        away = away or time.monotonic()
-        if time.monotonic() - away >= patience:
+        if time.monotonic() - began > patience:
             raise NotRendered(why)
         await asyncio.sleep(WAIT)
 
@@ -185,8 +177,5 @@ def _last(body: bytes) -> dict[str, Any]:
 
 def _write(path: Path, data: bytes) -> None:
     fresh = path.with_name(f".{path.name}-{os.getpid()}")
-    try:
-        fresh.write_bytes(data)
-        fresh.replace(path)
-    finally:
-        fresh.unlink(missing_ok=True)
+    fresh.write_bytes(data)
+    fresh.replace(path)
