@@ -416,7 +416,7 @@ def test_the_panel_asks_nothing_while_nothing_happens_or_nobody_sees_it(page: En
         raw.evaluate(HAPPEN, event)
     raw.wait_for_timeout(1000)
     assert asked == [], "hidden"
-    with raw.expect_response("**/hybrid_trt/builds"):
+    with raw.expect_response("**/hybrid_trt/engines"):
         raw.evaluate(HIDE, False)
     assert sum(url.endswith("/engines") for url in asked) == 1, "seen again"
     toggle(page)
