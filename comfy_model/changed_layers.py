@@ -317,7 +317,7 @@ class LayerWatch:
         self._clean = True
 
     def _is_untouched(self) -> bool:
-        """True where nobody wrote to a layer or hooked into one. Takes 3 microseconds."""
+        """True where nobody wrote to a layer or hooked into one. Takes a microsecond or two."""
         return (writes() == self._written and self._is_unhooked() and list(map(len, self._top)) == self._top_sizes
                 and self._lists == self._lists_before and self._mutable == self._mutable_before)  # fmt: skip
 

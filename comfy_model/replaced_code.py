@@ -76,7 +76,7 @@ class _Places:
         return [read(space) for read, space in self._readers]
 
     def unchanged(self) -> bool:
-        """True while the same objects lie in all places. Takes about 4 microseconds."""
+        """True while the same objects lie in all places. Takes about 5 microseconds."""
         try:
             same = self._now() == self._objects  # compares by identity first
         except KeyError:
