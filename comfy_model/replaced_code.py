@@ -132,6 +132,15 @@ def _places_of(kinds: Collection[type]) -> _Places:
         if (module, qualified) not in known and name in owner and name not in _IDLE:
             known.add((module, qualified))
             todo.extend(places.add(owner, name, module, qualified))
+            if _is_context(owner[name]):
+                reach_class(owner[name])
+
+    def reach_class(kind: type) -> None:
+        space = vars(kind)
+        places.classes.append(space)
+        for name, value in list(space.items()):
+            if code_of(_inner(value)) is not None:
+                reach(space, name, kind.__module__, f"{kind.__qualname__}.{name}")
 
     def reach_methods(name: str) -> None:
         for base in methods.pop(name, ()):
@@ -185,6 +194,11 @@ def _belongs_there(value: Any, name: str) -> bool:
         return True
     own = getattr(value, "__name__", None)  # a partial has none: it gives its function other arguments
     return own == name or (name.startswith(_CHOSEN) and str(own).startswith("attention_"))
+
+
+def _is_context(value: Any) -> bool:
+    """Tell whether a place holds a class that layers enter around their work: those of newer servers cast so."""
+    return isinstance(value, type) and value.__module__ == "comfy.ops" and hasattr(value, "__enter__")
 
 
 def _inner(value: Any) -> Any:

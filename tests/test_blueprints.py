@@ -47,7 +47,7 @@ def in_short(blueprint: dict[str, Any]) -> Any:
     """A blueprint without where things stand and which versions made it."""
     (inside,) = blueprint["definitions"]["subgraphs"]
     return [blueprint["extra"], [node["widgets_values"] for node in blueprint["nodes"]], inside["links"],
-            [(node["id"], node["type"], node.get("widgets_values")) for node in inside["nodes"]],
+            [(node["id"], node["type"], node.get("widgets_values") or []) for node in inside["nodes"]],
             [(one["name"], one["type"], one["linkIds"]) for one in inside["inputs"] + inside["outputs"]]]
 
 

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import folder_paths  # noqa: F401  (a command finds ComfyUI by it)
+import folder_paths
 import pytest
 import torch
 from builds import backend, network, order, queue, until
@@ -154,8 +154,15 @@ def test_without_torch_and_without_any_package_it_still_reports(tmp_path: Path) 
     assert (engine["engine"], engine["state"], engine["trusted"]) == ("engine", "broken", False)
 
 
-def test_no_library_or_one_that_is_a_file_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("another", [True, False], ids=["another ComfyUI is known", "none is known"])
+def test_no_library_or_one_that_is_a_file_is_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, another: bool
+) -> None:
     wrong = tmp_path / "nothing"
+    if another:
+        monkeypatch.setenv("COMFYUI_PATH", str(Path(folder_paths.__file__).parent))
+    else:
+        monkeypatch.delenv("COMFYUI_PATH", raising=False)
     data = json.loads(doctor(capsys, "--comfyui", str(wrong), "--json"))
     assert "holds no ComfyUI" in data["library"]["folder"]
     (tmp_path / "file").write_text("no folder")

@@ -257,7 +257,7 @@ def test_the_limit_is_set_in_the_settings_dialog(page: EnginePage, comfy: ComfyP
     page.shot("refused")
     assert json.loads(file.read_text())["limit_gb"] == 12.5
     file.unlink()
-    raw.keyboard.press("Escape")
+    field.press("Escape")
     field.wait_for(state="detached")
 
 

@@ -17,9 +17,6 @@ def examined(options: Namespace) -> tuple[dict[str, Any], str]:
     with KeptWarnings() as warnings:
         try:
             root = comfyui.find(options.comfyui)
-        except comfyui.Unusable as error:
-            lost.append(str(error))
-        try:
             library = comfyui.library(options.library, root)
         except Exception as error:  # also what ComfyUI raises where its packages are missing
             lost.append(f"{error}" if isinstance(error, comfyui.Unusable) else f"{type(error).__name__}: {error}")

@@ -71,7 +71,9 @@ function numberField(api, name, text) {
         }
     };
     field.addEventListener("change", () => exchange({ method: "POST", json: { [name]: field.value === "" ? 0 : Number(field.value) } }));
-    field.addEventListener("keydown", (event) => event.stopPropagation());
+    field.addEventListener("keydown", (event) => {
+        if (event.key !== "Escape") event.stopPropagation(); // no shortcut of the canvas; Escape closes the dialog
+    });
     exchange();
     return column(field, say);
 }
