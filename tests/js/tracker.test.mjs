@@ -61,6 +61,24 @@ test("nodes of a workflow that was left are forgotten, whether they were seen or
     assert.deepEqual([[...tracker.views.keys()], tracker.present], [[made.inside], []]);
 });
 
+test("the end of builds that took long together is told until it is closed, and that of short ones is not", async (context) => {
+    context.mock.timers.enable({ apis: ["Date"] });
+    for (const [each, last] of [[15, ["2 engines built", true]], [2, ["Engine built", false]]]) {
+        const { tracker, server } = tracked(), told = [], builder = new Builder(tracker, (_, summary, __, stays) => told.push([summary, stays]));
+        const job = (id, state) => ({ id, keys: ["k"], label: "net", seconds: 0, state, engine: "e" });
+        await tracker.refresh();
+        await builder.hear(job("a", "running"));
+        await builder.hear(job("b", "queued"));
+        server.node = { state: "ready", key: "k", engine: { name: "e", bytes: 1 } };
+        context.mock.timers.tick(1000 * each);
+        await builder.hear(job("a", "done"));
+        await builder.hear(job("b", "running"));
+        context.mock.timers.tick(1000 * each);
+        await builder.hear(job("b", "done"));
+        assert.deepEqual(told, [["Engine built", false], last]);
+    }
+});
+
 test("the end of a build is told once, of the view that is there, or of the library where its workflow was left", async () => {
     for (const left of [false, true]) {
         const { tracker, root, server } = tracked(), toasts = [], [view] = tracker.views.values();
