@@ -49,6 +49,7 @@ log = logging.getLogger(__name__)
 WITHOUT_ENGINE = {
     "T2IAdapter": "a T2I-adapter computes once per picture, and the UNet's engine takes what it gives",
     "ControlLora": "a Control-LoRA takes the model's own weights each time that sampling starts",
+    "QwenFunControlNet": "it computes with layers of the model",
 }
 """Classes of controls that no engine is built for, and why."""
 
@@ -184,10 +185,10 @@ def controlnet_network(control_net: ControlBase, place: Place) -> NativeNetwork 
         return NativeNetwork.of_controlnet(native_controlnet(control_net), label)
     kinds = [kind.__name__ for kind in type(control_net).__mro__]
     why = next((words for kind, words in WITHOUT_ENGINE.items() if kind in kinds), f"it is a {kinds[0]}")
-    refusal = Fallback(Reason.UNSUPPORTED_MODEL, f"{label} runs without one: {why}")
+    refusal = Fallback(Reason.UNSUPPORTED_MODEL, why, advice="nothing to do: it runs at normal speed")
     node_states.refused(place.key, label, refusal)
     _order_given(place.key)
-    log.info("Hybrid TRT: %s", refusal.sentence())
+    log.info("Hybrid TRT: %s: %s", label, refusal.sentence())
     return refusal
 
 

@@ -67,7 +67,7 @@ const PHRASES = [
     ["no engine wired in", "没有接入引擎"], [/\bno engine\b/, "没有引擎"], [/\bbuild failed\b/, "构建失败"], ["another machine builds it", "另一台机器正在构建它"], ["it took this build over, having seen no sign of life of this one for a while", "它接手了这次构建，因为一段时间没有看到本机的活动迹象"], ["stale engine", "引擎已过期"], ["broken engine", "引擎已损坏"], ["not checked here", "未在本机检验"], ["backend missing", "缺少后端"], ["wrong GPU", "GPU 不符"],
     ["engine of another model", "其他模型的引擎"], ["unsupported model", "不支持的模型"], ["size the engine was not built for", "引擎不含此尺寸"], ["hooks", "条件带有钩子"], ["weights patched", "权重被修改"], ["model patched", "模型被修改"], ["not called through TRT Sampler Patch", "未经“TRT 采样器补丁”调用"],
     [/(Fun control|LLLite) with (\d+) images at once/, "$1 同时有 $2 张图像"], [/LLLite with such an image or mask: /, "LLLite 的图像或遮罩不适用："],
-    ["made for another kind of model", "用于其他类型的模型"], ["unsupported input", "不支持的输入"], ["engine failed", "引擎出错"],
+    ["it computes with layers of the model", "它使用模型自身的层进行计算"], ["nothing to do: it runs at normal speed", "无需操作：它按原速运行"], ["made for another kind of model", "用于其他类型的模型"], ["unsupported input", "不支持的输入"], ["engine failed", "引擎出错"],
     ["the normal model gives values that are no numbers (NaN) too", "普通模型给出的值也不是数字（NaN）"], ["see what ComfyUI's own nodes give with this model, precision and prompt", "请查看 ComfyUI 自带节点以此模型、精度和提示词给出的结果"],
     [/(width|height) (\d+) px is outside the engine's (\d+) to (\d+) px/, "$2 像素超出引擎的 $3 到 $4 像素"], ["TRT UNet Engine is bypassed, muted or not connected", "“TRT UNet 引擎”被绕过、静音或未连接"],
     // what a build does
