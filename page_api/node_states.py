@@ -321,6 +321,7 @@ def _union_json(engines: Sequence[Engine], known: NodeRecord) -> dict:
     }
 
 
+        "changes": manifest.changes,
 def _speed(parity: Mapping) -> float | None:
     """Return how many times as fast as native an engine was in its check on this GPU."""
     engine, native = parity.get("engine_ms"), parity.get("native_ms")

@@ -74,11 +74,11 @@ const PHRASES = [
     ["waiting for other builds", "等待其他构建"], [/^starting\b/, "正在启动"], ["checking the engine's files", "检查引擎文件"], ["reading weights", "读取权重"], ["starting the exporter", "启动导出"], [/\bexporting\b/, "导出"], ["starting the compiler", "启动编译"],
     ["reading the graph", "读取计算图"], [/compiling for batch (\d+)/, "编译（批量 $1）"], [/\bcompiling\b/, "编译"], [/ with (\d+) processes/, "（$1 个进程）"], ["timing the normal model", "测量普通模型"], ["running the normal model", "运行普通模型"],
     [/comparing batch (\d+) with the normal model/, "与普通模型比较（批量 $1）"], ["comparing with the normal model", "与普通模型比较"], [/^measuring\b/, "测量"], [/^saving\b/, "保存"], [/^building with (\w+)/, "用 $1 构建"],
-    [/Left as they were, because it is not clear where they lead: (.+)\./, "以下内容无法确定去向，保持原样：$1。"],
+    [/Left as they were, because it is not clear where they lead: (.+)\./, "以下内容无法确定去向，保持原样：$1。"], [/filters of nodes ([\d, ]+)/, "节点 $1 的筛选条件"],
     // an engine in figures
     [/up to (\d+) images/g, "最多 $1 张图像"], [/\b(\d+) images?\b/g, "$1 张图像"], [/(\d+) (?:to|-) (\d+) px/g, "$1 到 $2 像素"], [/(\d+) px/g, "$1 像素"], [/(\d+) tokens/g, "$1 词元"], [/\bbatch (\d+)/g, "批量 $1"],
     [/up to (\d+) latent frames/g, "最多 $1 个潜空间帧"], [/(\d+) latent frames?/g, "$1 个潜空间帧"], [/(\d+) control videos/g, "$1 个控制视频"],
-    ["takes any LoRA", "适用任意 LoRA"], [" on live weights", "（实时权重）"], [/compiled for /, "已编译 "],
+    ["takes any LoRA", "适用任意 LoRA"], [/\bother weights$/, "其他权重"], [" on live weights", "（实时权重）"], [/compiled for /, "已编译 "],
 ];
 
 /** A text of the server's as people read it. */
