@@ -21,6 +21,7 @@ function tracked() {
         if (path.endsWith("/engines")) return { ok: true, json: async () => ({ engines: [{ name: "other" }, server.node.engine] }) };
         if (!path.endsWith("/nodes")) return server.posts.push([path, JSON.parse(body)]);
         count.questions += 1;
+        server.workflow = JSON.parse(body).workflow;
         return { ok: true, json: async () => ({ nodes: { 2: server.node }, orders: { ...server.orders } }) };
     } };
     const tracker = new Tracker({ rootGraph: root }, api);
@@ -30,10 +31,12 @@ function tracked() {
 }
 
 test("the graph is looked at when it may have changed, however often that is said, and the server is asked otherwise", async () => {
-    const { tracker, count, shown } = tracked();
+    const { tracker, count, shown, server, root } = tracked();
+    root.id = "w";
     for (let i = 0; i < 50; i++) tracker.changed();
     await wait(SOON);
     assert.deepEqual([count, shown], [{ looks: 1, questions: 1 }, ["none"]]);
+    assert.equal(server.workflow, "w", "last runs are asked for by the open workflow");
     for (let i = 0; i < 50; i++) tracker.soon();
     await wait(SOON);
     assert.deepEqual(count, { looks: 1, questions: 2 });
