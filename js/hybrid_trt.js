@@ -34,8 +34,9 @@ const COLOURS = {
     TRTApplyControlNet: ["#4a3d24", "#332c20"], TRTSamplerPatch: ["#3b2c4a", "#2b2333"], TRTReport: ["#3b2c4a", "#2b2333"],
     TRTCompare: ["#3b2c4a", "#2b2333"], TRTStream: ["#3b2c4a", "#2b2333"],
 };
+const DAY = 86400000;
 const toast = (severity, summary, detail, stays = false) =>
-    app.extensionManager.toast.add({ severity, summary, detail, ...(stays ? {} : { life: severity === "error" ? 20000 : 8000 }) });
+    app.extensionManager.toast.add({ severity, summary, detail, life: stays ? DAY : severity === "error" ? 20000 : 8000 });
 const SIDEBAR = "hybrid_trt.engines";
 const tracker = new Tracker(app, api);
 const followed = new Map(); // what Auto's sizes are on the nodes of open workflows
