@@ -28,6 +28,7 @@ class EngineChoice:
     Attributes:
         replaceable: True if only an engine will do that takes any weights, where its backend can have such.
         pictures: those that the graph asks for, as far as it tells.
+        loras: those before the network, in words for people.
     """
 
     profile: Profile
@@ -35,6 +36,7 @@ class EngineChoice:
     backend: str = AUTO
     replaceable: bool = False
     pictures: tuple[Picture, ...] = ()
+    loras: str = ""
 
     def precision_for(self, network: NativeNetwork) -> str:
         return network.precision if self.precision == AUTO else self.precision

@@ -276,6 +276,7 @@ class _Build:
             source=_source(network),
             parameters=sum(p.numel() for p in network.module.parameters()),
             built_with=read if identity.any_weights else "",
+            changes=schema.printable(self.order.changes)[:1000],
         )
         record, took = self._proven(manifest, folder, native)
         for leftover in folder.iterdir():

@@ -10,6 +10,7 @@ from ..architectures.calls import Call
 from ..architectures.shapes import Profile
 from ..backends import Backend
 from ..comfy_model.network import NativeNetwork
+from ..comfy_model.weight_patches import version_of
 
 
 @dataclass(frozen=True)
@@ -20,6 +21,7 @@ class BuildOrder:
         replaceable: whether the engine shall take other weights, so that it serves all checkpoints of the network's
             layout with any LoRA; see ``any_weights``.
         calls: what a backend that runs live weights compiles for, symbol -> size; none: what the profile is best at.
+        loras: those of the network's weights, in words for people.
     """
 
     network: NativeNetwork
@@ -29,6 +31,7 @@ class BuildOrder:
     device: torch.device | None = None
     replaceable: bool = False
     calls: tuple[Call, ...] = ()
+    loras: str = ""
 
     @property
     def any_weights(self) -> bool:
@@ -40,10 +43,18 @@ class BuildOrder:
         """The shapes that the engine will take."""
         return self.backend.engine_profile(self.profile)
 
+    @property
+    def changes(self) -> str:
+        """Words for the engine's weights where they are not those of the file and it takes no others; else ``""``."""
+        if self.any_weights or self.backend.runs_live_weights or version_of(self.network.patcher) is None:
+            return ""
+        return self.loras or "other weights"
+
     def words(self) -> str:
         """Return what is built, for people."""
         words = f"{self.backend.name}, {self.precision}, {self.network.architecture().words(self.engine_profile)}"
-        return f"{words}, any LoRA" if self.any_weights else words
+        also = "any LoRA" if self.any_weights else self.changes
+        return f"{words}, {also}" if also else words
 
     @property
     def target_device(self) -> torch.device:

@@ -34,7 +34,7 @@ _ANY_LAYOUT = "layout"
 
 _NEEDED = ("key", "identity", "kind", "label", "inputs", "outputs", "files", "parity", "seconds", "created",
            "pack_version")  # fmt: skip
-_LATER = ("fingerprint", "source", "parameters", "built_with")
+_LATER = ("fingerprint", "source", "parameters", "built_with", "changes")
 _FIGURES = {"rel_err", "native_rel_err", "limit", "native_ms", "engine_ms", "refit_s"}
 """Names in ``parity`` whose values are numbers; the rest is for people."""
 _SYMBOL = re.compile(r"[A-Z]{1,4}")
@@ -120,6 +120,7 @@ class Manifest:
             have its ``name`` alone.
         parameters: how many numbers the network's weights are; 0 when not known.
         built_with: hash of the weights that an engine for any weights was built with; ``""`` when not known.
+        changes: what had changed the file's weights, in words: LoRAs with their strengths; ``""`` for nothing.
     """
 
     identity: EngineIdentity
@@ -136,6 +137,7 @@ class Manifest:
     source: Mapping = field(default_factory=dict)
     parameters: int = 0
     built_with: str = ""
+    changes: str = ""
 
     @property
     def bytes(self) -> int:
@@ -169,7 +171,7 @@ class Manifest:
             "fingerprint": self.fingerprint,
             "source": dict(self.source),
             "parameters": self.parameters,
-            **({"built_with": self.built_with} if self.built_with else {}),
+            **{name: value for name in ("built_with", "changes") if (value := getattr(self, name))},
         }
 
     @classmethod
@@ -197,6 +199,7 @@ class Manifest:
             source=_source(data.get("source", {})),
             parameters=schema.integer(data.get("parameters", 0), "parameters"),
             built_with=schema.text(data.get("built_with", ""), "built_with", 64),
+            changes=schema.text(data.get("changes", ""), "changes", 1000),
         )
 
     @classmethod

@@ -3,6 +3,7 @@
 import { app } from "../../scripts/app.js";
 import { api } from "../../scripts/api.js";
 import { changeAcceleration } from "./lib/accelerate.mjs";
+import { giveMark, titlesOfHolders } from "./lib/badges.mjs";
 import { Builder, runError } from "./lib/build.mjs";
 import { showText } from "./lib/dialog.mjs";
 import { ENGINE_NODES } from "./lib/graph.mjs";
@@ -33,8 +34,9 @@ const COLOURS = {
     TRTApplyControlNet: ["#4a3d24", "#332c20"], TRTSamplerPatch: ["#3b2c4a", "#2b2333"], TRTReport: ["#3b2c4a", "#2b2333"],
     TRTCompare: ["#3b2c4a", "#2b2333"], TRTStream: ["#3b2c4a", "#2b2333"],
 };
-const toast = (severity, summary, detail) =>
-    app.extensionManager.toast.add({ severity, summary, detail, life: severity === "error" ? 20000 : 8000 });
+const DAY = 86400000;
+const toast = (severity, summary, detail, stays = false) =>
+    app.extensionManager.toast.add({ severity, summary, detail, life: stays ? DAY : severity === "error" ? 20000 : 8000 });
 const SIDEBAR = "hybrid_trt.engines";
 const tracker = new Tracker(app, api);
 const followed = new Map(); // what Auto's sizes are on the nodes of open workflows
@@ -76,7 +78,9 @@ async function accelerateWorkflow() {
     const count = await changed("add", t("accelerate"));
     if (count === 0) toast("info", t("accelerate"), t("accelerateNothing"));
     if (!count) return;
-    toast("success", t("accelerate"), t("accelerateDone"));
+    await tracker.settle(); // the panel that opens below shows the new nodes
+    const names = titlesOfHolders(tracker.root()).join(", ");
+    toast("success", t("accelerate"), t("accelerateDone", { where: names && t("accelerateInside", { names }) }));
     const { sidebarTab } = app.extensionManager;
     if (sidebarTab.activeSidebarTabId !== SIDEBAR) sidebarTab.toggleSidebarTab(SIDEBAR);
 }
@@ -215,6 +219,7 @@ app.registerExtension({
         });
     },
     nodeCreated(node) {
+        if (node.isSubgraphNode?.()) giveMark(node);
         if (node.comfyClass in COLOURS) [node.color, node.bgcolor] = COLOURS[node.comfyClass];
         if (TEXT_NODES.includes(node.comfyClass)) showRunsOf(node);
         if (!ENGINE_NODES.includes(node.comfyClass)) return;

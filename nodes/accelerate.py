@@ -14,6 +14,7 @@ from ..sampling.controlnet import back_with_engine, native_controlnet
 from ..sampling.engine_handle import EngineHandle
 from ..sampling.engine_status import status
 from ..sampling.model_wrapper import patch_model
+from ..sampling.native_controls import count_control_as_native
 from ..sampling.vae import native_vae, vae_with_engines
 from . import building, schemas
 from .engines import Place, build, controlnet_network, engine_choice, find, find_vae, for_its_pictures
@@ -47,7 +48,9 @@ class TRTAccelerate(io.ComfyNode):
             if isinstance(found, EngineHandle):
                 handles[name] = found
             elif found is not None:
-                lines[name] = found.sentence()
+                label = replace(place, input_name=name).label("ControlNet")
+                lines[name] = f"{label}: {found.sentence()}"
+                controls[name] = count_control_as_native(control, label, place.node_id, found)
         vae = None if vae is None else native_vae(vae)
         vae_handles = {} if vae is None else find_vae(vae, replace(place, input_name="vae"), given)
         handles |= {role.value: handle for role, handle in vae_handles.items()}

@@ -77,7 +77,8 @@ def _orders(handle: EngineHandle) -> list[tuple[BuildOrder, bool]]:
     own = [engine for engine in rebuild if engine.manifest.identity.backend == builder.name]
     parts = to_build(handle, builder, own) or [BuildSizes(handle.choice.profile, again=not lacks_engine(handle))]
     network, precision = handle.network, handle.choice.precision_for(handle.network)
-    order = BuildOrder(network, precision, handle.choice.profile, builder, replaceable=handle.choice.replaceable)
+    order = BuildOrder(network, precision, handle.choice.profile, builder, replaceable=handle.choice.replaceable,
+                       loras=handle.choice.loras)  # fmt: skip
     return [(replace(order, profile=part.profile, calls=part.calls), part.again) for part in parts]
 
 

@@ -11,6 +11,7 @@ from ..comfy_model.network import NativeNetwork
 from ..engine_library import Fallback
 from ..sampling.controlnet import back_with_engine, native_controlnet
 from ..sampling.engine_status import status
+from ..sampling.native_controls import count_control_as_native
 from ..sampling.vae import native_vae, vae_with_engines
 from . import building, schemas
 from .engines import Place, build, controlnet_network, engine_choice, find, find_vae, for_its_pictures
@@ -57,7 +58,8 @@ class TRTControlNetEngine(io.ComfyNode):
         place = Place(cls.hidden.dynprompt, cls.hidden.unique_id, "control_net")
         network = controlnet_network(control_net, place)
         if isinstance(network, Fallback):
-            return io.NodeOutput(control_net, ui=ui.PreviewText(network.sentence()))
+            counted = count_control_as_native(control_net, place.label("ControlNet"), place.node_id, network)
+            return io.NodeOutput(counted, ui=ui.PreviewText(network.sentence()))
         place, settings = for_its_pictures(network, place, when_missing, settings)
         handle = find(network, engine_choice(network, **settings), place)
         build([handle], when_missing, place.order)

@@ -28,6 +28,7 @@ from ..page_api.workflow_graph import (
     alone,
     asked_pictures,
     drawn_id,
+    loras_before,
     model_name,
     node_key,
     vae_calls,
@@ -48,6 +49,7 @@ log = logging.getLogger(__name__)
 
 WITHOUT_ENGINE = {
     "T2IAdapter": "a T2I-adapter computes once per picture, and the UNet's engine takes what it gives",
+    "QwenFunControlNet": "it computes with layers of the model",
     "ControlLora": "a Control-LoRA takes the model's own weights each time that sampling starts",
 }
 """Classes of controls that no engine is built for, and why."""
@@ -150,7 +152,8 @@ def find(network: NativeNetwork, choice: EngineChoice, place: Place) -> EngineHa
     drawn, name = drawn_id(place.prompt, place.node_id), place.input_name
     pictures = asked_pictures(order.graph, drawn, name) if order is not None else ()
     pictures = pictures or asked_pictures(all_nodes(place.prompt), place.node_id, name)
-    handle = EngineHandle(network, replace(choice, pictures=pictures), library(), place.node_id, key)
+    choice = replace(choice, pictures=pictures, loras=loras_before(place.prompt, place.node_id, name))
+    handle = EngineHandle(network, choice, library(), place.node_id, key)
     if place.sizes:
         node_states.also(key, replace(place, sizes={}).key)
     node_states.learn(key, handle)
@@ -184,10 +187,10 @@ def controlnet_network(control_net: ControlBase, place: Place) -> NativeNetwork 
         return NativeNetwork.of_controlnet(native_controlnet(control_net), label)
     kinds = [kind.__name__ for kind in type(control_net).__mro__]
     why = next((words for kind, words in WITHOUT_ENGINE.items() if kind in kinds), f"it is a {kinds[0]}")
-    refusal = Fallback(Reason.UNSUPPORTED_MODEL, f"{label} runs without one: {why}")
+    refusal = Fallback(Reason.UNSUPPORTED_MODEL, why, advice="nothing to do: it runs at normal speed")
     node_states.refused(place.key, label, refusal)
     _order_given(place.key)
-    log.info("Hybrid TRT: %s", refusal.sentence())
+    log.info("Hybrid TRT: %s: %s", label, refusal.sentence())
     return refusal
 
 

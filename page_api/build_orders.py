@@ -9,6 +9,7 @@ import contextlib
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 from comfy_execution.graph import DynamicPrompt
@@ -62,6 +63,20 @@ def warms(prompt_id: str) -> bool:
     running, _ = queued()
     return any(item.prompt_id == prompt_id and isinstance(item.extra, Mapping) and item.extra.get(WARM) is True
                for item in running)  # fmt: skip
+
+
+@lru_cache(maxsize=100)  # ComfyUI copies what its history has of a prompt for each look
+def workflow_of(prompt_id: str) -> str:
+    """Return the id of the workflow that the page made a prompt of, which runs or has run; ``""`` where it has none."""
+    running, _ = queued()
+    extra: Any = next((item.extra for item in running if item.prompt_id == prompt_id), None)
+    server = getattr(PromptServer, "instance", None)
+    if extra is None and server is not None and works(Feature.QUEUE):
+        ended = server.prompt_queue.get_history(prompt_id=prompt_id).get(prompt_id, {}).get("prompt")
+        extra = _queued(ended).extra if _is_prompt(ended) else None
+    for name in ("extra_pnginfo", "workflow", "id"):
+        extra = extra.get(name) if isinstance(extra, Mapping) else None
+    return extra if isinstance(extra, str) else ""
 
 
 def running_orders() -> str:

@@ -81,22 +81,23 @@ async def _nodes(request: web.Request) -> web.Response:
     """The state of engine nodes: {"prompt": API prompt of the whole graph, "nodes": ids} -> {"nodes": {id: state},
     "orders": {prompt id: keys of the nodes whose builds it has yet to order}}.
 
-    A node of a subgraph that is used several times has a list of ids in the place of one.
+    A node of a subgraph that is used several times has a list of ids in the place of one. With "workflow", its id, the
+    last runs of other workflows are not told.
     """
     data = await read_json(request)
     prompt, nodes = data.get("prompt"), data.get("nodes")
     nodes = [uses if isinstance(uses, list) else [uses] for uses in nodes] if isinstance(nodes, list) else None
     if not isinstance(prompt, dict) or nodes is None or sum(map(len, nodes)) > MAX_NODES:
         raise Refused(400, f"The request needs a prompt and a list of at most {MAX_NODES} nodes; nothing was done.")
-    return answer(await asyncio.to_thread(_answer, prompt, nodes))
+    return answer(await asyncio.to_thread(_answer, prompt, nodes, str(data.get("workflow") or "")))
 
 
-def _answer(prompt: dict, nodes: list[list]) -> dict[str, dict]:
+def _answer(prompt: dict, nodes: list[list], workflow: str) -> dict[str, dict]:
     orders = pending_orders.by_prompt()  # first: an order that is given meanwhile shows as its job
-    return {"nodes": states(prompt, nodes), "orders": orders}
+    return {"nodes": states(prompt, nodes, workflow), "orders": orders}
 
 
-def states(prompt: Mapping[str, Any], nodes: list[list]) -> dict[str, dict]:
+def states(prompt: Mapping[str, Any], nodes: list[list], workflow: str = "") -> dict[str, dict]:
     """Return the states of engine nodes by id; ``nodes`` lists the ids of each node's uses."""
     for node in chain(*nodes):
         if not isinstance(node, str) or class_of(prompt, node) not in ENGINE_NODES:
@@ -107,7 +108,8 @@ def states(prompt: Mapping[str, Any], nodes: list[list]) -> dict[str, dict]:
         every = tuple(dict.fromkeys(chain(*samplers.values())))
         of_all = pictures_of(prompt, every)
         for node in uses:
-            asked, sampled = {"of_all_uses": of_all, "samplers": every}, pictures_of(prompt, samplers[node])
+            asked = {"of_all_uses": of_all, "samplers": every, "workflow": workflow}
+            sampled = pictures_of(prompt, samplers[node])
             try:
                 first, *others = (
                     _state(prompt, node, name, {**asked, "pictures": called_with(prompt, node, name, sampled)})

@@ -10,24 +10,25 @@ import os
 import threading
 from collections import Counter, OrderedDict
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import torch
 
 from ..architectures import architectures, profile_words
 from ..architectures.shapes import Profile
-from ..backends import backends
+from ..backends import AUTO, backends
 from ..backends.lookup import look_up_known, takes_any_weights, wanted_profile
-from ..comfy_model.hash_cache import source_of
+from ..comfy_model.hash_cache import known_hashes, source_of
 from ..comfy_model.structure_hash import structure_hash
 from ..engine_builder.jobs import BuildQueue, Job, State
 from ..engine_library import Engine, EngineQuery, Fallback, Library, Reason, Unavailable, trust
-from ..engine_library.manifest import MANIFEST_NAME
+from ..engine_library.manifest import LAYOUT_PREFIX, MANIFEST_NAME
 from ..sampling.call_stats import CallStats, last_run
 from ..sampling.engine_handle import EngineHandle
 from ..sampling.engine_status import status
 from ..sessions.session import refusal_of
 from . import picture_fit
+from .build_orders import workflow_of
 from .node_records import FILE_NAME, NodeRecord, read_records, write_records
 from .outlook import NodeRequest, parameters_of, refused_by_file, seconds, serves_any_size
 
@@ -138,7 +139,7 @@ class NodeStates:
     def _state(self, key: str, wish: NodeRequest) -> tuple[dict, NodeRecord | None, Sequence[Engine]]:
         """Return a node's state without its sizes, a node with the same model, and the engines that it uses."""
         answer = {"key": key, "state": "unknown", "label": wish.label, "text": "", "engine": None, "job": None}
-        answer["run"] = run_of(key)
+        answer["run"] = run_of(key, wish.workflow)
         job = self._job(key)
         if job is not None and not job.state.final:
             answer |= {"state": "queued" if job.state is State.QUEUED else "building", "job": job.to_json()}
@@ -149,7 +150,8 @@ class NodeStates:
         if known is None or _changed(known.source):
             like = known or self._like(wish)
             outlook = self._outlook(like, wish, False)
-            answer |= {"outlook": outlook, "any_size": outlook["live"]} | _failure(job)
+            there = self._there(wish) if known is None else None
+            answer |= {"outlook": outlook, "any_size": outlook["live"], "there": there} | _failure(job)
             return answer, like if like and like.label == wish.label else None, ()
         answer["label"] = known.label
         engines, fallback = self._look_up(known)
@@ -172,6 +174,34 @@ class NodeStates:
         if known.without_engine:
             answer["any_size"] = True  # live weights serve, whatever the profile says
         return answer | _failure(job), known, ()
+
+    def _there(self, wish: NodeRequest) -> bool | None:
+        """Tell whether the library has an engine for a node that has not run; None where only a run can tell.
+
+        It has none where no engine names the model's file. It is looked up where a node ran this file as it is now.
+        """
+        if not wish.label:
+            return None
+        of_kind = [engine.manifest for engine in self._library.engines() if engine.manifest.kind == wish.kind]
+        if not any(manifest.identity.any_weights or wish.is_of(manifest.label) for manifest in of_kind):
+            return False
+        alike = [one for one in list(self._known.values()) if one.kind == wish.kind and wish.is_of(one.label)]
+        like = next((one for one in reversed(alike) if one.architecture), None)
+        if like is None or wish.sizes is None or wish.precision not in (AUTO, like.precision) or _changed(like.source):
+            return None
+        family = architectures().get(like.architecture)
+        if family is None or wish.patched or getattr(family, "absorbs", None) is not None:
+            return None
+        any_weights = like.weights.startswith(LAYOUT_PREFIX)
+        if not any_weights and (wish.lora or wish.replaceable or like.weights not in known_hashes(like.source or {})):
+            return None
+        try:
+            profile = family.profile(wish.sizes).to_json()
+        except ValueError:  # sizes in the wrong order
+            return None
+        asked = replace(like, backend=wish.backend or like.backend, profile=profile)
+        engines, _ = self._look_up(asked)
+        return bool(engines) and _union_json(engines, asked)["covers"]
 
     def _like(self, wish: NodeRequest) -> NodeRecord | None:
         """The node that ran last with the same model, or else with one of the same kind."""
@@ -224,12 +254,14 @@ class NodeStates:
             write_records(self._path, self._known)
 
 
-def run_of(key: str) -> dict | None:
-    """Return what ran in the last prompt that called a node's network, or None."""
+def run_of(key: str, workflow: str = "") -> dict | None:
+    """Return what ran in the last prompt that called a node's network, or None, as where that was another workflow."""
     found = last_run(key)
     if found is None:
         return None
     prompt_id, rows = found
+    if workflow and workflow_of(prompt_id) not in ("", workflow):
+        return None
     reasons: dict[str, dict] = {}
     for row in rows:
         for reason, count in list(row.reasons.items()):
@@ -289,6 +321,7 @@ def engine_json(engine: Engine) -> dict:
         "backend": manifest.identity.backend,
         "precision": manifest.identity.precision,
         "any_weights": manifest.identity.any_weights,
+        "changes": manifest.changes,
         "profile": profile_words(manifest.identity.architecture, manifest.identity.profile),
         "bytes": manifest.bytes,
         "seconds": round(sum(manifest.seconds.values()), 1),

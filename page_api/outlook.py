@@ -14,12 +14,13 @@ import torch
 from comfy_execution.graph import DynamicPrompt
 from safetensors import SafetensorError, safe_open
 
-from ..architectures import Role, may_be_served
+from ..architectures import Role, may_be_served, patch_nodes
 from ..architectures.shapes import SIZE_NAMES, Picture, RequestedSizes
+from ..backends import AUTO
 from ..backends.lookup import usable_backends
 from ..engine_builder.expected_time import expected
 from ..engine_library import Fallback, Library, Reason, Unavailable
-from .read_graph import inputs_of
+from .read_graph import class_of, inputs_of
 from .workflow_graph import NETWORK_INPUTS, VAE_ENCODER, VAE_ENGINE, model_name, upstream
 
 KINDS = {
@@ -44,6 +45,10 @@ class NodeRequest:
         pictures: those that the graph asks for.
         of_all_uses: those of all uses of the node, where it stands in a subgraph that is used several times.
         samplers: the samplers of all its uses.
+        precision: the node's choice.
+        replaceable: whether it wants an engine that takes any weights.
+        patched: whether a model patch before the node makes its engine another one.
+        workflow: id of the workflow that the prompt is of, ``""`` where nobody tells it.
     """
 
     kind: str
@@ -54,6 +59,14 @@ class NodeRequest:
     pictures: tuple[Picture, ...] = ()
     of_all_uses: tuple[Picture, ...] = ()
     samplers: tuple[str, ...] = ()
+    precision: str = AUTO
+    replaceable: bool = False
+    patched: bool = False
+    workflow: str = ""
+
+    def is_of(self, label: str) -> bool:
+        """Tell whether a network's label names the model's file; a VAE's has words before it."""
+        return bool(self.label) and (label == self.label or label.endswith(f": {self.label}"))
 
 
 def wish_of(prompt: Mapping[str, Any], node_id: str) -> NodeRequest:
@@ -62,15 +75,19 @@ def wish_of(prompt: Mapping[str, Any], node_id: str) -> NodeRequest:
     graph = DynamicPrompt(dict(prompt))
     kind = str(prompt[node_id]["class_type"])
     name = NETWORK_INPUTS[kind][0]
-    above = [inputs_of(graph, node) for node in upstream(graph, node_id, (name,))]
-    inputs = inputs_of(graph, node_id)
+    before, inputs = list(upstream(graph, node_id, (name,))), inputs_of(graph, node_id)
+    above = [inputs_of(graph, one) for one in before]
+    patched = any(class_of(prompt, one) in patch_nodes() for one in before)
     lora = any("lora" in str(key).lower() for inputs in above for key in inputs)
-    lora = lora and KINDS[kind] not in VAES and inputs.get("weights") != "replaceable"
+    replaceable = inputs.get("weights") == "replaceable"
+    lora = lora and KINDS[kind] not in VAES and not replaceable
     backend = inputs.get("backend")
     backend = backend if isinstance(backend, str) else ""
     numbers = {size: inputs.get(size, 0) for size in SIZE_NAMES}
     sizes = RequestedSizes(**numbers) if all(isinstance(n, int) for n in numbers.values()) else None
-    return NodeRequest(KINDS[kind], model_name(graph, node_id, name, ""), lora, backend, sizes)
+    precision = str(inputs.get("precision", AUTO))
+    return NodeRequest(KINDS[kind], model_name(graph, node_id, name, ""), lora, backend, sizes,
+                       precision=precision, replaceable=replaceable, patched=patched)  # fmt: skip
 
 
 def parameters_of(wish: NodeRequest, like: int, like_bytes: int) -> int:

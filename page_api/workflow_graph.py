@@ -107,6 +107,19 @@ def model_name(prompt: DynamicPrompt, node_id: str, input_name: str, default: st
     return default
 
 
+def loras_before(prompt: DynamicPrompt, node_id: str, input_name: str) -> str:
+    """Return the LoRAs on the way of a model to an input, with their strengths; ``""`` where no node names one."""
+    found = []
+    for node in upstream(prompt, node_id, (input_name,), ("model",)):
+        inputs = inputs_of(prompt, node)
+        rows = [{"lora": inputs.get("lora_name"), "strength": inputs.get("strength_model", 1), "on": True}]
+        for row in [*rows, *inputs.values()]:  # some packs' nodes have an object for each
+            if isinstance(row, Mapping) and row.get("on") and isinstance(row.get("lora"), str) and row.get("strength"):
+                strength, name = row["strength"], re.split(r"[\\/]", row["lora"])[-1].removesuffix(".safetensors")
+                found.append(f"{name} x {strength:g}" if isinstance(strength, int | float) else name)
+    return f"LoRA {', '.join(reversed(found))}" if found else ""
+
+
 def whole_prompt(prompt: DynamicPrompt, node_id: str) -> dict[str, Any]:
     """Return a node and all that it depends on, as an API prompt; without what is missing or malformed."""
     found = {current: node_of(prompt, current) for current in (node_id, *upstream(prompt, node_id))}

@@ -8,15 +8,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, TypeVar
 
-from .sockets import bypass_slot, fits, free, kind_of
+from .everywhere import feeds, is_understood, priority
+from .sockets import INPUT_NODE, OUTPUT_NODE, Data, Node, bypass_slot, fits, free, kind_of
 
 T = TypeVar("T")
-Data = dict[str, Any]
-Node = dict[str, Any]
 
 MUTED, BYPASSED = 2, 4
-INPUT_NODE, OUTPUT_NODE = -10, -20
-"""Ids that stand for the inputs and outputs of a subgraph, in the links inside it."""
 REROUTES = ("Reroute", "Reroute (rgthree)")
 SET, GET = "SetNode", "GetNode"
 """Nodes of KJNodes: what goes into one comes out of those of the other that have the same name."""
@@ -185,16 +182,31 @@ class Graph:
         return [node for node in self.nodes.values() if node["type"] == kind and name_of(node) == name]
 
     def spread(self, link: Link, kind: Any) -> list[Link]:
-        """Return the wires that the page makes of one into an Everywhere node; none of them is in the file."""
-        if not any(node["id"] == link.target for node in self.everywhere):
+        """Return the wires that the page makes of one into an Everywhere node; none of them is in the file.
+
+        None either where the node has a filter that is not understood: nothing that it feeds is changed.
+        """
+        sender = next((node for node in self.everywhere if node["id"] == link.target), None)
+        if sender is None or not is_understood(sender):
             return []
         return [replace(link, target=key, target_slot=slot) for key, node in self.nodes.items()
-                if not is_ours(node) and node not in self.everywhere for slot in free(node, kind)]  # fmt: skip
+                if not is_ours(node) and node not in self.everywhere
+                for slot in free(node, kind) if sender in self._senders(node, slot)]  # fmt: skip
 
     def fed(self, node: Node, kind: Any = None) -> set[Any]:
-        """Return the Everywhere nodes that feed free inputs of a node, all or those of a type."""
-        return {one["id"] for one in self.everywhere for link in self.links_into(one["id"])
-                if kind in (None, link.type) and free(node, link.type)}  # fmt: skip
+        """Return the Everywhere nodes that feed free inputs of a node, all or those of a type, or that may do so."""
+        links = [link for one in self.everywhere for link in self.links_into(one["id"])]
+        types = {link.type for link in links if kind in (None, link.type)}
+        return {one["id"] for of in types for slot in free(node, of) for one in self._senders(node, slot)}
+
+    def _senders(self, node: Node, slot: int) -> list[Node]:
+        """Return the Everywhere nodes of the highest priority that feed a free input, and those not understood."""
+        socket, groups = node["inputs"][slot], self.data.get("groups") or []
+        kind = kind_of(socket)
+        found = [one for one in self.everywhere if any(link.type == kind for link in self.links_into(one["id"]))]
+        clear = [one for one in found if is_understood(one) and feeds(one, node, socket, groups)]
+        best = max(map(priority, clear), default=0)
+        return [one for one in found if not is_understood(one) or (one in clear and priority(one) == best)]
 
     def _keep(self, link: Link) -> None:
         self.links[link.id] = self._from[link.origin][link.slot][link.id] = self._into[link.target][link.id] = link
@@ -261,7 +273,8 @@ class Workflow:
         """Return a sentence on what is never changed, because it is not clear where it leads; empty without such."""
         every = (self.root, *self.subgraphs.values())
         nodes = {node for graph in every for node, times in graph.times["node"].items() if times > 1}
-        found = {"links": {link for graph in every for link in graph.lost}, "nodes": nodes}
+        unclear = {node["id"] for graph in every for node in graph.everywhere if not is_understood(node)}
+        found = {"links": {link for graph in every for link in graph.lost}, "nodes": nodes, "filters of nodes": unclear}
         words = [f"{name} {', '.join(sorted(map(str, ids)))}" for name, ids in found.items() if ids]
         return f"Left as they were, because it is not clear where they lead: {' and '.join(words)}." if words else ""
 

@@ -5,9 +5,13 @@ A group keeps the nodes that it had: those whose middle is in it, as the page co
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
-from .graph import INPUT_NODE, Data, Graph, Node
+from .sockets import INPUT_NODE, Data, Node
+
+if TYPE_CHECKING:
+    from .graph import Graph
 
 GAP = 50.0
 TITLE = 30.0
@@ -43,6 +47,11 @@ def _takes_in(graph: Graph, group: Data, grown: list[float]) -> bool:
     return any(_touch(grown, one) and not _touch(group["bounding"], one) for one in (*others, *nodes))
 
 
+def is_in(node: Node, box: Sequence[float]) -> bool:
+    """Tell whether a group's box has a node, as the page counts it."""
+    return _touch(box, _middle(node))
+
+
 def _drawn(one: Node) -> list[float]:
     """Return what a node covers with its title, which is all that a collapsed one has; a reroute is a point."""
     width, height = one.get("size") or (0.0, -TITLE)
@@ -56,7 +65,7 @@ def _middle(one: Node) -> list[float]:
     return [x + width / 2, y + height / 2, 0.0, 0.0]
 
 
-def _touch(one: list[float], other: list[float]) -> bool:
+def _touch(one: Sequence[float], other: Sequence[float]) -> bool:
     return all(one[i] <= other[i] + other[i + 2] and other[i] <= one[i] + one[i + 2] for i in (0, 1))
 
 

@@ -7,6 +7,9 @@ from typing import Any
 Data = dict[str, Any]
 Node = dict[str, Any]
 
+INPUT_NODE, OUTPUT_NODE = -10, -20
+"""Ids that stand for the inputs and outputs of a subgraph, in the links inside it."""
+
 
 def kind_of(socket: Data) -> Any:
     """Return the type of an input or output; one without a type is of any."""

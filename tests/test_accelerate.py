@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import shutil
 import time
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +53,34 @@ def test_its_networks_are_those_of_nodes_for_one_network(sd15: ComfyProcess) -> 
     assert [state["input"] for state in its] == ["model", "control_net_1", "control_net_2"]
     assert [state["state"] for state in its] == ["ready"] * 3
     assert [state["key"] for state in its] == [states(sd15, apart, node)[0]["key"] for node in nodes]
+
+
+@pytest.mark.parametrize("built", [accelerated, lambda scenario: prompt(scenario, True, "engine")], ids=["one", "all"])
+def test_a_controlnet_of_a_kind_without_engines_is_in_the_report_with_its_reason(
+    sd15: ComfyProcess, built: Callable[[Scenario], dict[str, Any]]
+) -> None:
+    scenario = SCENARIO.but(controls=(replace(A, before=[("TestQwenFun", {})]), B))
+    assert control_effect(sd15, scenario, 0) > 1e-3
+    history = sd15.queue(built(scenario))
+    assert relative_difference(latent_of(history), native_latent(sd15, scenario)) < 1e-5
+    report, text = (history.output("report", name)[0] for name in ("report", "text"))
+    rows = {row["name"]: row for row in report["rows"]}
+    fun = rows["tiny_sd15_a.safetensors"]
+    assert (fun["kind"], fun["engine"], fun["native"] > 0) == ("controlnet", 0, True)
+    assert rows["tiny_sd15_b.safetensors"]["native"] == 0
+    assert text.startswith("Accelerated: 2 of 3 models")
+    assert "it computes with layers of the model" in text
+
+
+def test_the_last_run_is_told_to_its_own_workflow(sd15: ComfyProcess) -> None:
+    graph = accelerated(SCENARIO.but(seed=12))
+    history = sd15.queue(graph, extra_data={"extra_pnginfo": {"workflow": {"id": "mine"}}})
+    assert history.ok
+    runs = {}
+    for workflow in ("mine", "another", None):
+        answer = sd15.post("/hybrid_trt/nodes", {"prompt": graph, "nodes": [NODE], "workflow": workflow})
+        runs[workflow] = answer["nodes"][NODE]["run"] is not None
+    assert runs == {"mine": True, "another": False, None: True}
 
 
 def test_a_press_builds_what_is_missing_and_the_next_one_builds_all_again(sd15: ComfyProcess) -> None:

@@ -175,3 +175,35 @@ def test_one_undo_takes_acceleration_out_again_in_an_open_subgraph_too(page: Eng
     raw.wait_for_function("() => app.rootGraph.findNodesByType('TRTAccelerate').length === 0")
     kept = [sorted(json.loads(text)[1]) for text in (raw.evaluate(KEPT), before)]
     assert kept[0] == kept[1]
+
+
+#: The graph with its loader and its sampler in a subgraph, seen from outside.
+LOADER_INSIDE = """() => { const graph = app.graph, of = type => graph.findNodesByType(type);
+    app.canvas.selectItems([...of('CheckpointLoaderSimple'), ...of('CLIPTextEncode'), ...of('KSampler')]);
+    graph.convertToSubgraph(app.canvas.selectedItems).node.title = 'Inner sampler';
+    app.extensionManager.workflow.activeWorkflow.changeTracker.captureCanvasState(); }"""
+BADGES = """() => app.graph.nodes.find(n => n.isSubgraphNode?.()).badges
+    .map(b => (b.text === undefined ? b() : b).text).filter(Boolean)"""
+MARK = "⚡ TRT inside"
+
+
+def test_a_subgraph_node_says_that_our_nodes_are_inside_until_they_are_taken_out(page: EnginePage) -> None:
+    raw = page.page.page
+    raw.evaluate(DRAW, PLAIN)
+    raw.evaluate(LOADER_INSIDE)
+    page.page.fit(**MARGINS)
+    before = page.page.prompt()
+    assert MARK not in raw.evaluate(BADGES)
+    choose(page, "Accelerate this workflow")
+    page.toast("in your workflow now, inside Inner sampler")
+    assert raw.evaluate("() => app.graph.findNodesByType('TRTAccelerate').length") == 0
+    assert raw.evaluate(BADGES) == [MARK]
+    assert MARK not in json.dumps(page.page.workflow(), ensure_ascii=False), "no file has it"
+    shown = raw.locator("[data-node-id]").get_by_text(MARK)
+    if page.page.vue:
+        shown.wait_for()
+    page.shot("marked")
+    choose(page, "Remove acceleration")
+    raw.wait_for_function(f"mark => !({BADGES})().includes(mark)", arg=MARK)
+    assert shown.count() == 0
+    assert page.page.prompt() == before

@@ -12,7 +12,7 @@ from execution import PromptQueue
 from hybrid_trt.architectures.shapes import SIZE_NAMES
 from hybrid_trt.nodes.engines import Place
 from hybrid_trt.page_api import build_orders
-from hybrid_trt.page_api.build_orders import ORDER, PendingOrders, order_of, running_orders
+from hybrid_trt.page_api.build_orders import ORDER, PendingOrders, order_of, running_orders, workflow_of
 from hybrid_trt.page_api.workflow_graph import alone, node_key
 
 PROMPT: dict[str, Any] = {
@@ -93,6 +93,18 @@ def test_a_running_prompt_carries_its_order_and_is_never_answered_from_the_cache
     order = order_of("order")
     assert (order.missing_only, order.graph, {"2", "3"} <= order.nodes) == (True, PROMPT, True)
     assert running_orders() == "order"
+
+
+def test_a_prompt_tells_its_workflow_while_it_runs_and_when_it_has_ended(queue: PromptQueue) -> None:
+    extra = {"extra_pnginfo": {"workflow": {"id": "w", "nodes": []}}}
+    for name, given, told in (("of the page", extra, "w"), ("of a script", {}, ""), ("odd", {"extra_pnginfo": 7}, "")):
+        put(queue, name, extra=given)
+        _, item = queue.get()
+        assert workflow_of(name) == told
+        queue.task_done(item, {}, None)
+        workflow_of.cache_clear()
+        assert workflow_of(name) == told, "by ComfyUI's history"
+    assert workflow_of("no such prompt") == ""
 
 
 @pytest.mark.parametrize("extra", [{}, None, {ORDER: "2"}, {ORDER: {"nodes": "2"}}, {ORDER: {}}])

@@ -21,6 +21,7 @@ from playwright.sync_api import Locator, Route, expect
 pytestmark = pytest.mark.browser
 
 ENGINES, MODELS = 30, 11
+LORA = "LoRA add_detail_of_a_long_name_v2 x 0.8"
 #: The lowest contrast of a text in the panel with what lies behind it, and that text.
 CONTRAST = """selector => {
     const canvas = Object.assign(document.createElement('canvas'), { width: 1, height: 1 }).getContext('2d');
@@ -80,10 +81,11 @@ def library(comfy: ComfyProcess) -> Iterator[Path]:
 
 @pytest.fixture
 def full(library: Path) -> Path:
-    """Thirty engines of eleven models, some of them used; one is damaged."""
+    """Thirty engines of eleven models, some of them used, one with a LoRA; one is damaged."""
     for i in range(ENGINES):
         name = publish(library, b"engine" * (i + 1), f"{i:064x}", f"control_v11p_sd15_net{i % MODELS}_fp16.safetensors",
-                       f"2026-{1 + i % 11:02d}-10T00:00:00+00:00", largest=2 + i // MODELS)
+                       f"2026-{1 + i % 11:02d}-10T00:00:00+00:00", largest=2 + i // MODELS,
+                       changes=LORA if i == MODELS + 1 else "")  # fmt: skip
         if i % 3 == 0:
             used = library / name / USE_NAME
             used.touch()
@@ -120,6 +122,8 @@ def test_thirty_engines_are_two_lines_each_by_model_below_a_head_that_stays(page
     panel.locator(".hybrid-trt-engine").nth(ENGINES - 1).wait_for()
     page.shot("thirty")
     assert len(groups(panel)) == MODELS + 1
+    rows = panel.locator(".hybrid-trt-group").nth(1).locator(".hybrid-trt-engine strong").all_inner_texts()
+    assert [row.startswith(LORA) for row in rows].count(True) == 1, "engines of one model do not look the same"
     heights = panel.locator(".hybrid-trt-engine").evaluate_all("cards => cards.map(card => card.offsetHeight)")
     assert max(heights) <= 50, "two lines"
     assert panel.evaluate("p => p.scrollWidth <= p.clientWidth"), "nothing sticks out"

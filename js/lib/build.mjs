@@ -12,11 +12,13 @@ import { BUSY, duration, errorOf, lacksSizes, size } from "./words.mjs";
 
 /** Where a prompt carries its order, which the server's `build_orders` reads. */
 const ORDER = "hybrid_trt_build";
+/** Seconds of builds in a row after which nobody may be looking: the end is told until somebody closes the message. */
+const LONG = 20;
 
 export class Builder {
     /**
      * @param {import("./tracker.mjs").Tracker} tracker
-     * @param {(severity: string, summary: string, detail: string) => void} toast
+     * @param {(severity: string, summary: string, detail: string, stays?: boolean) => void} toast
      * @param {(node: any) => boolean} inSight whether the user sees a node: then it tells its errors itself
      */
     constructor(tracker, toast, inSight = () => false) {
@@ -28,6 +30,7 @@ export class Builder {
         this.sent = new WeakMap(); // node -> the last prompt that this page sent for it
         this.together = new Set(); // jobs that were cancelled by one press, which is told once
         this.alive = new Map(); // id -> label of the builds that wait or run
+        this.row = { since: 0, done: 0 }; // the builds that follow each other without a pause
         this.ended = new Map(); // prompts that ended while the answer with their id was under way
     }
 
@@ -190,8 +193,8 @@ export class Builder {
     }
 
     /** One place tells a failure: the node that it is of, or a toast where nobody sees that. */
-    #tellFailure(views, text) {
-        if (!views.some(({ node }) => this.inSight(node))) this.toast("error", t("failedToast"), text);
+    #tellFailure(views, text, stays = false) {
+        if (!views.some(({ node }) => this.inSight(node))) this.toast("error", t("failedToast"), text, stays);
     }
 
     /** Show why a build could not be ordered, until another one is. */
@@ -213,8 +216,10 @@ export class Builder {
 
     /** A job has changed; its end is told once. */
     async hear(job) {
-        if (LIVE.includes(job.state)) this.alive.set(job.id, job.label);
-        else this.alive.delete(job.id);
+        const alive = LIVE.includes(job.state);
+        if (alive && !this.alive.size) this.row = { since: Date.now() - 1000 * (job.seconds ?? 0), done: 0 };
+        alive ? this.alive.set(job.id, job.label) : this.alive.delete(job.id);
+        const stays = !this.alive.size && Date.now() - this.row.since >= 1000 * LONG;
         const views = this.tracker.hear(job);
         if (views.length) for (const key of job.keys) this.ours.add(key);
         const ours = job.keys.some((key) => this.ours.has(key));
@@ -222,12 +227,13 @@ export class Builder {
         this.told.add(job.id);
         for (const key of job.keys) this.ours.delete(key);
         await this.tracker.refresh();
-        if (job.state === "failed") this.#tellFailure(this.tracker.waitingFor(job), job.message);
+        if (job.state === "failed") this.#tellFailure(this.tracker.waitingFor(job), job.message, stays);
         if (job.state === "cancelled" && !this.together.has(job.id)) this.toast("info", t("cancelledToast"), job.label);
         const engine = job.state === "done" && (this.#engineOf(job) ?? await this.#inLibrary(job));
         if (engine) {
             const words = { label: job.label, size: size(engine.bytes), seconds: duration(job.seconds), error: errorOf(engine) };
-            this.toast("success", t("built"), t("builtDetail", words));
+            const count = this.row.done += 1;
+            this.toast("success", t(stays && count > 1 ? "builtMany" : "built", { count }), t("builtDetail", words), stays);
         }
     }
 

@@ -1,5 +1,6 @@
 // What an engine node shows below its settings: the button and a status with bar, text and "show log".
 
+import { badge, drawBadges } from "./badges.mjs";
 import { isWiredLater } from "./graph.mjs";
 import { switchedOff } from "./off.mjs";
 import { part, StatusBox } from "./status_box.mjs";
@@ -62,10 +63,7 @@ export class NodeView {
         if (this.badge !== this.view.badge) {
             this.badge = this.view.badge;
             this.button.value = this.badge;
-            const { badges } = this.node; // Vue nodes draw what is another array than before
-            this.node.graph?.trigger?.("node:property:changed", {
-                type: "node:property:changed", nodeId: this.node.id, property: "badges", oldValue: badges, newValue: [...badges],
-            });
+            drawBadges(this.node);
         }
         this.box.show(this.view.tone, this.view.title, this.view.lines, this.view.hint);
     }
@@ -79,7 +77,7 @@ export class NodeView {
 
     /** Vue nodes ask again when what the badge read has changed: widgets' values they watch, fields of ours they do not. */
     #badge() {
-        const badge = this.button.value;
-        return new window.LGraphBadge({ text: badge ? `TRT: ${badge}` : "", fgColor: "#201500", bgColor: "#f0b13c" });
+        const { value } = this.button;
+        return badge(value ? `TRT: ${value}` : "", "#201500", "#f0b13c");
     }
 }

@@ -58,7 +58,7 @@ export function grouped(engines, order) {
  */
 export function engineRow(engine, order = "") {
     const state = `${MARKS[engine.state] ?? ""} ${t(engine.state)}`.trim(), any = engine.any_weights && t("anyWeights");
-    const facts = [engine.profile && said(engine.profile), engine.backend, engine.precision, any];
+    const facts = [profileOf(engine), engine.backend, engine.precision, any];
     if (engine.state === "broken")
         return { title: said(engine.profile ?? engine.name), meta: `${MARKS.broken} ${t("damagedRow")} · ${size(engine.bytes)}`,
             details: [t("damagedDetails"), engine.reason, engine.name] };
@@ -71,6 +71,9 @@ export function engineRow(engine, order = "") {
             used(engine, "lastUsed"), engine.name],
     };
 }
+
+/** What an engine is for: first what only it has among those of its model, since long lines are cut. */
+const profileOf = ({ changes, profile }) => [changes, profile].filter(Boolean).map(said).join(", ");
 
 /** When an engine served last: the day in a row, the minute where there is room. */
 function used({ last_used: last }, key) {
@@ -113,7 +116,7 @@ export function deleteQuestion(engines) {
     return {
         title: t(many ? "deleteMany" : "deleteOne", { count: engines.length }),
         text: many ? t("deleteManyText", { count: engines.length, size: bytes })
-            : t(first.state === "broken" ? "deleteDamagedText" : "deleteOneText", { name: first.label ?? first.name, profile: said(first.profile ?? ""), size: bytes }),
+            : t(first.state === "broken" ? "deleteDamagedText" : "deleteOneText", { name: first.label ?? first.name, profile: profileOf(first), size: bytes }),
         yes: t("delete"), danger: true,
     };
 }

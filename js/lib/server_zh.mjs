@@ -67,18 +67,18 @@ const PHRASES = [
     ["no engine wired in", "没有接入引擎"], [/\bno engine\b/, "没有引擎"], [/\bbuild failed\b/, "构建失败"], ["another machine builds it", "另一台机器正在构建它"], ["it took this build over, having seen no sign of life of this one for a while", "它接手了这次构建，因为一段时间没有看到本机的活动迹象"], ["stale engine", "引擎已过期"], ["broken engine", "引擎已损坏"], ["not checked here", "未在本机检验"], ["backend missing", "缺少后端"], ["wrong GPU", "GPU 不符"],
     ["engine of another model", "其他模型的引擎"], ["unsupported model", "不支持的模型"], ["size the engine was not built for", "引擎不含此尺寸"], ["hooks", "条件带有钩子"], ["weights patched", "权重被修改"], ["model patched", "模型被修改"], ["not called through TRT Sampler Patch", "未经“TRT 采样器补丁”调用"],
     [/(Fun control|LLLite) with (\d+) images at once/, "$1 同时有 $2 张图像"], [/LLLite with such an image or mask: /, "LLLite 的图像或遮罩不适用："],
-    ["made for another kind of model", "用于其他类型的模型"], ["unsupported input", "不支持的输入"], ["engine failed", "引擎出错"],
+    ["it computes with layers of the model", "它使用模型自身的层进行计算"], ["nothing to do: it runs at normal speed", "无需操作：它按原速运行"], ["made for another kind of model", "用于其他类型的模型"], ["unsupported input", "不支持的输入"], ["engine failed", "引擎出错"],
     ["the normal model gives values that are no numbers (NaN) too", "普通模型给出的值也不是数字（NaN）"], ["see what ComfyUI's own nodes give with this model, precision and prompt", "请查看 ComfyUI 自带节点以此模型、精度和提示词给出的结果"],
     [/(width|height) (\d+) px is outside the engine's (\d+) to (\d+) px/, "$2 像素超出引擎的 $3 到 $4 像素"], ["TRT UNet Engine is bypassed, muted or not connected", "“TRT UNet 引擎”被绕过、静音或未连接"],
     // what a build does
     ["waiting for other builds", "等待其他构建"], [/^starting\b/, "正在启动"], ["checking the engine's files", "检查引擎文件"], ["reading weights", "读取权重"], ["starting the exporter", "启动导出"], [/\bexporting\b/, "导出"], ["starting the compiler", "启动编译"],
     ["reading the graph", "读取计算图"], [/compiling for batch (\d+)/, "编译（批量 $1）"], [/\bcompiling\b/, "编译"], [/ with (\d+) processes/, "（$1 个进程）"], ["timing the normal model", "测量普通模型"], ["running the normal model", "运行普通模型"],
     [/comparing batch (\d+) with the normal model/, "与普通模型比较（批量 $1）"], ["comparing with the normal model", "与普通模型比较"], [/^measuring\b/, "测量"], [/^saving\b/, "保存"], [/^building with (\w+)/, "用 $1 构建"],
-    [/Left as they were, because it is not clear where they lead: (.+)\./, "以下内容无法确定去向，保持原样：$1。"],
+    [/Left as they were, because it is not clear where they lead: (.+)\./, "以下内容无法确定去向，保持原样：$1。"], [/filters of nodes ([\d, ]+)/, "节点 $1 的筛选条件"],
     // an engine in figures
     [/up to (\d+) images/g, "最多 $1 张图像"], [/\b(\d+) images?\b/g, "$1 张图像"], [/(\d+) (?:to|-) (\d+) px/g, "$1 到 $2 像素"], [/(\d+) px/g, "$1 像素"], [/(\d+) tokens/g, "$1 词元"], [/\bbatch (\d+)/g, "批量 $1"],
     [/up to (\d+) latent frames/g, "最多 $1 个潜空间帧"], [/(\d+) latent frames?/g, "$1 个潜空间帧"], [/(\d+) control videos/g, "$1 个控制视频"],
-    ["takes any LoRA", "适用任意 LoRA"], [" on live weights", "（实时权重）"], [/compiled for /, "已编译 "],
+    ["takes any LoRA", "适用任意 LoRA"], [/\bother weights$/, "其他权重"], [" on live weights", "（实时权重）"], [/compiled for /, "已编译 "],
 ];
 
 /** A text of the server's as people read it. */

@@ -93,7 +93,7 @@ export class Tracker {
         if (!found.length) { this.answered = turn; this.tell(); return true; }
         const nodes = [...ids.values()], queued = [...this.asked].filter(([, id]) => id);
         const { nodes: answer = {}, orders = {} } = nodes.length || queued.length
-            ? await request(this.api, "/nodes", { method: "POST", json: { prompt, nodes } }) : {};
+            ? await request(this.api, "/nodes", { method: "POST", json: { prompt, nodes, workflow: this.root()?.id } }) : {};
         if (turn !== this.turn) return false;
         this.answered = turn;
         const graphChanged = this.stale; // since the question: Auto waits for the answer to the next one

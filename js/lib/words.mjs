@@ -7,6 +7,9 @@ import { t } from "./texts.mjs";
 const TONES = { ready: "good", building: "busy", queued: "busy", asked: "busy", failed: "bad", stale: "warn", unchecked: "warn", unavailable: "warn" };
 export const BUSY = ["asked", "queued", "building"];
 
+/** Whether a node that has not run yet has its engine in the library; null is for what only a run tells. */
+export const isThere = ({ state, there }) => state === "unknown" && there === true;
+
 /** A number of bytes as people say it. */
 export function size(bytes) {
     if (!(bytes >= 0)) return "?";
@@ -130,6 +133,8 @@ function ofOne(state) {
             view.lines.unshift(t("notConnectedHint"));
             Object.assign(view, { title: t("notConnected"), tone: "warn" });
         }
+    } else if (isThere(state)) {
+        Object.assign(view, { title: t("readyNext"), tone: "good", lines: [t("thereHint")] });
     } else {
         const outlook = ["none", "unknown"].includes(state.state) ? outlookWords(state) : "";
         view.lines = [outlook || (state.state === "none" || !state.text ? t(`${state.state}Hint`) : state.text)];

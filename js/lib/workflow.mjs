@@ -1,6 +1,6 @@
 // What the engines of a whole workflow need: pure functions from its engine nodes' states to counts, shares and seconds.
 
-import { BUSY, lacksSizes } from "./words.mjs";
+import { BUSY, isThere, lacksSizes } from "./words.mjs";
 
 /** @typedef {{state: string, key?: string, engine?: any, job?: any, outlook?: any}} State the server's answer for a node */
 /** @typedef {{ready: number, missing: number, busy: number, total: number, unable: number, building: number, unsure: number, seconds: number | null}} Needs */
@@ -14,19 +14,19 @@ export function isMissing(node) {
 
 /**
  * What engine nodes lack. Nodes that want the same engine count once; those that are off or unwired do not count, and those
- * that can have no engine (`unable`) are in no total. Some of the missing may be there: nobody has looked (`unsure`).
+ * that can have no engine (`unable`) are in no total. Some of the missing may be there: only a run tells (`unsure`).
  * @param {State[]} states
  * @returns {Needs} with the seconds until all are built; null when they are not known of each
  */
 export function needs(states) {
     const known = distinct(states);
-    const busy = known.filter(({ state }) => BUSY.includes(state)), missing = known.filter(isMissing);
-    const ready = known.filter((state) => state.state === "ready" && !isMissing(state));
+    const busy = known.filter(({ state }) => BUSY.includes(state)), missing = known.filter((state) => isMissing(state) && !isThere(state));
+    const ready = known.filter((state) => isThere(state) || (state.state === "ready" && !isMissing(state)));
     const count = (wanted) => known.filter(({ state }) => state === wanted).length;
     const waits = [...busy, ...missing].map(left);
     return {
         ready: ready.length, missing: missing.length, busy: busy.length, total: ready.length + missing.length + busy.length,
-        unable: count("unavailable"), building: count("building"), unsure: count("unknown"),
+        unable: count("unavailable"), building: count("building"), unsure: missing.filter(({ state, there }) => state === "unknown" && there !== false).length,
         seconds: waits.includes(null) ? null : waits.reduce((sum, wait) => sum + wait, 0),
     };
 }

@@ -359,6 +359,7 @@ NODES = [
         MODEL, io.Combo.Input("kind", options=list(model_patches.KINDS))], io.Model),
     _node("TestControlLora", model_patches.control_lora, [
         CONTROL, io.String.Input("name"), io.Float.Input("strength", default=0.8)], io.ControlNet),
+    _node("TestQwenFun", model_patches.qwen_fun, [CONTROL], io.ControlNet),
     _node("TestTiles", in_tiles, [MODEL, io.String.Input("way")], io.Model),
     _node("TestOwnForward", other_packs_sampling.with_own_forward, [
         MODEL, integer("every", 0, 0, 9, optional=True), io.Boolean.Input("replaced", default=False, optional=True)],

@@ -9,7 +9,7 @@ import comfy.lora
 import comfy.samplers
 import folder_paths
 import torch
-from comfy.controlnet import ControlNet
+from comfy.controlnet import ControlNet, QwenFunControlNet
 from comfy.ldm.modules.attention import optimized_attention
 from comfy.ldm.modules.diffusionmodules.openaimodel import ResBlock
 from comfy.model_patcher import ModelPatcher
@@ -186,4 +186,12 @@ def control_lora(control_net: ControlNet, name: str, strength: float) -> Control
     found = comfy.lora.load_lora(load_torch_file(folder_paths.get_full_path_or_raise("loras", name)), keys)
     if not patcher.add_patches(found, strength):
         raise ValueError(f"{name} has nothing for a ControlNet")
+    return made
+
+
+def qwen_fun(control_net: ControlNet) -> QwenFunControlNet:
+    """Return a ControlNet of the kind of Qwen-Image's Fun ControlNets, with the network of the given one."""
+    made = QwenFunControlNet(None, load_device=control_net.load_device, manual_cast_dtype=control_net.manual_cast_dtype)
+    made.control_model, made.control_model_wrapped = control_net.control_model, control_net.control_model_wrapped
+    control_net.copy_to(made)
     return made

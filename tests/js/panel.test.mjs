@@ -35,6 +35,8 @@ test("engines stand model by model, in the order that was asked for, and damaged
 test("an engine is two lines, and a damaged one says what to do and keeps the rest for who asks", () => {
     const row = engineRow({ ...LIST[1], seconds: 70, rel_err: 1e-6 });
     assert.equal(row.title, "64-512 px, torch, float16");
+    assert.equal(engineRow({ ...LIST[1], changes: "LoRA style x 0.8" }).title, "LoRA style x 0.8, 64-512 px, torch, float16");
+    assert.match(deleteQuestion([{ ...LIST[1], changes: "LoRA style x 0.8" }]).text, /LoRA style x 0.8, 64-512 px/);
     assert.match(row.meta, /^✓ Ready · 1.0 GB · used /);
     assert.match(engineRow(LIST[1], "sortDate").meta, / · built /);
     assert.ok(row.details.some((line) => line.includes("1.0e-6")) && row.details.some((line) => line.startsWith("last used ")));

@@ -21,6 +21,7 @@ function tracked() {
         if (path.endsWith("/engines")) return { ok: true, json: async () => ({ engines: [{ name: "other" }, server.node.engine] }) };
         if (!path.endsWith("/nodes")) return server.posts.push([path, JSON.parse(body)]);
         count.questions += 1;
+        server.workflow = JSON.parse(body).workflow;
         return { ok: true, json: async () => ({ nodes: { 2: server.node }, orders: { ...server.orders } }) };
     } };
     const tracker = new Tracker({ rootGraph: root }, api);
@@ -30,10 +31,12 @@ function tracked() {
 }
 
 test("the graph is looked at when it may have changed, however often that is said, and the server is asked otherwise", async () => {
-    const { tracker, count, shown } = tracked();
+    const { tracker, count, shown, server, root } = tracked();
+    root.id = "w";
     for (let i = 0; i < 50; i++) tracker.changed();
     await wait(SOON);
     assert.deepEqual([count, shown], [{ looks: 1, questions: 1 }, ["none"]]);
+    assert.equal(server.workflow, "w", "last runs are asked for by the open workflow");
     for (let i = 0; i < 50; i++) tracker.soon();
     await wait(SOON);
     assert.deepEqual(count, { looks: 1, questions: 2 });
@@ -59,6 +62,24 @@ test("nodes of a workflow that was left are forgotten, whether they were seen or
     tracker.changed();
     await tracker.refresh();
     assert.deepEqual([[...tracker.views.keys()], tracker.present], [[made.inside], []]);
+});
+
+test("the end of builds that took long together is told until it is closed, and that of short ones is not", async (context) => {
+    context.mock.timers.enable({ apis: ["Date"] });
+    for (const [each, last] of [[15, ["2 engines built", true]], [2, ["Engine built", false]]]) {
+        const { tracker, server } = tracked(), told = [], builder = new Builder(tracker, (_, summary, __, stays) => told.push([summary, stays]));
+        const job = (id, state) => ({ id, keys: ["k"], label: "net", seconds: 0, state, engine: "e" });
+        await tracker.refresh();
+        await builder.hear(job("a", "running"));
+        await builder.hear(job("b", "queued"));
+        server.node = { state: "ready", key: "k", engine: { name: "e", bytes: 1 } };
+        context.mock.timers.tick(1000 * each);
+        await builder.hear(job("a", "done"));
+        await builder.hear(job("b", "running"));
+        context.mock.timers.tick(1000 * each);
+        await builder.hear(job("b", "done"));
+        assert.deepEqual(told, [["Engine built", false], last]);
+    }
 });
 
 test("the end of a build is told once, of the view that is there, or of the library where its workflow was left", async () => {

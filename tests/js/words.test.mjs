@@ -190,6 +190,8 @@ test("what the next run will bring is said before it, with the time", () => {
     assert.match(said({ seconds: 70, live: true, why: "lora" }, "build now", "unknown"), /with any LoRA\. Only what was never built/);
     assert.equal(said({}), t("noneHint"));
     assert.equal(said({}, "use native", "unknown"), t("unknownHint"));
+    const there = describe({ state: "unknown", there: true, run: null, outlook: { why: "", seconds: 60 } });
+    assert.deepEqual([there.tone, there.title, there.lines], ["good", "Ready for the next run", [t("thereHint")]]);
     assert.equal(describe({ state: "none", run: null }).lines[0], t("noneHint"));
 });
 

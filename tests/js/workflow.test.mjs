@@ -32,7 +32,12 @@ test("a workflow's line is true of models without an engine, of builds that wait
     assert.equal(headline(needs([asked("a"), asked("b")]), 2), "Engines waiting to be built: 2");
     assert.equal(headline(needs([building("a", 5, 100, 5), asked("b")]), 2), "Building engine 1 of 2");
     assert.match(offer(needs([none("a"), none("b")])), /^Build 2 missing engines/);
-    assert.match(offer(needs([none("a"), { state: "unknown", key: "b" }])), /^Build up to 2 missing engines/);
+    assert.match(offer(needs([none("a"), { state: "unknown", key: "b", there: null }])), /^Build up to 2 missing engines/);
+    assert.match(offer(needs([none("a"), { state: "unknown", key: "b", there: false }])), /^Build 2 missing engines/);
+    const known = [none("a"), none("c"), { state: "unknown", key: "b", there: true }];
+    assert.match(offer(needs(known)), /^Build 2 missing engines/);
+    assert.equal(headline(needs(known), 0), "2 of 3 engines are missing");
+    assert.equal(headline(needs(known.slice(2)), 0), "The engine of this workflow is ready");
 });
 
 test("the time left goes down while a build runs", () => {

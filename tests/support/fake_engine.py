@@ -34,7 +34,7 @@ def publish_engine(
 
 def publish(
     root: Path, contents: bytes = b"engine", weights: str = "e" * 64, label: str = "routes.safetensors",
-    created: str = "2026-01-01T00:00:00+00:00", largest: int = 2,
+    created: str = "2026-01-01T00:00:00+00:00", largest: int = 2, changes: str = "",
 ) -> str:
     """A small engine of no real model in a library; its folder's name."""
     library = Library([root])
@@ -45,6 +45,6 @@ def publish(
     (folder / "model.onnx").write_bytes(contents)
     manifest = Manifest(
         identity, "unet", label, (spec,), (spec,), describe_files(folder, ["model.onnx"]),
-        parity={"rel_err": 1e-6}, seconds={"build": 2.0}, created=created,
+        parity={"rel_err": 1e-6}, seconds={"build": 2.0}, created=created, changes=changes,
     )  # fmt: skip
     return library.publish(folder, manifest).folder.name
