@@ -8,6 +8,7 @@ from pathlib import Path
 
 from .access import VARIABLE, NoToken, token, token_file
 
+INSTALL = "run pip install -r requirements-farm.txt in the pack's folder."
 URL = "http://127.0.0.1:8400"
 
 
@@ -26,6 +27,12 @@ def main(argv: list[str]) -> int:
     except (NoToken, ValueError) as error:
         sys.stderr.write(f"{error}\n")
         return 2
+    except ModuleNotFoundError as error:
+        sys.stderr.write(f"{error.name} is not installed for this Python: {INSTALL}\n")
+        return 2
+    except OSError as error:  # a full disk, for example
+        sys.stderr.write(f"The {arguments.command} command ends: {error}.\n")
+        return 1
     except KeyboardInterrupt:
         return 130
 

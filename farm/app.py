@@ -43,7 +43,10 @@ class Worker:
 
     async def __init__(self, settings: WorkerSettings) -> None:
         """Start ComfyUI, and return when it is warm."""
-        self.comfy = Comfy(settings)
+        try:
+            self.comfy = Comfy(settings)
+        except OSError as error:
+            raise ComfyLost(f"A worker cannot make its folder: {error}.") from None
         self.prompts = Counter("hybrid_trt_farm_prompts", "Prompts by how they ended.", ("end",))
         self.calls = Counter("hybrid_trt_farm_calls", "Calls of networks, by who ran them.", ("by",))
         self.seconds = Histogram("hybrid_trt_farm_seconds", "Seconds of a prompt on its worker.", _SECONDS)

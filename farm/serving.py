@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import logging
 import os
 import secrets
 import signal
+import socket
 import tempfile
 import threading
 from pathlib import Path
@@ -33,6 +35,8 @@ def serve_farm(arguments: argparse.Namespace, token: str, comfyui_arguments: lis
     """Start a farm, and return when it was told to end and has ended."""
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     os.environ.pop(access.VARIABLE, None)  # no worker needs it
+    if not os.environ.get("RAY_ADDRESS"):  # a cluster may have its port already, for others too
+        check_port(arguments.host, arguments.port)
     _start_ray(arguments)
     end = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -48,6 +52,24 @@ def serve_farm(arguments: argparse.Namespace, token: str, comfyui_arguments: lis
     if why:
         log.error(why)
     return 1 if why else 0
+
+
+def check_port(host: str, port: int) -> None:
+    """Look whether nobody listens at an address: Ray would share it with whoever does.
+
+    Raises:
+        ValueError: it is taken, or none of this machine's.
+    """
+    try:
+        for kind, _, _, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE):
+            with socket.socket(kind) as probe:
+                if os.name != "nt":
+                    probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                probe.bind(address)
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            raise ValueError(f"Port {port} of {host} is taken: end the farm that uses it, or use --port.") from None
+        raise ValueError(f"The farm cannot listen at port {port} of {host}: {error}.") from None
 
 
 def _start_ray(arguments: argparse.Namespace) -> None:

@@ -10,6 +10,7 @@ import shutil
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -232,6 +233,32 @@ def test_a_farm_that_ends_renders_what_it_has_and_takes_no_more(farm: FarmProces
         assert [one.result()[1][-1]["event"] for one in running] == ["done"] * 3
     assert farm.wait(60) == 0, farm.log.read_text()
     assert until(lambda: not any(process.is_running() for process in family), 60)
+
+
+@needs_ray
+@pytest.mark.fault("a farm is killed")
+def test_no_comfyui_outlives_a_farm_that_is_killed(comfy: ComfyProcess, tmp_path: Path) -> None:
+    with FarmProcess(FARM_PYTHON, comfy, tmp_path, "--workers", "2") as farm:
+        farm.until_ready()
+        family, workers = farm.family(), farm.workers()
+        ours = [*workers, *map(comfyui_of, workers)]
+        assert len(ours) == 4
+        farm.kill()
+        assert not psutil.wait_procs(ours, timeout=30)[1]
+        for process in family:  # Ray's own
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
+
+
+@needs_ray
+@pytest.mark.fault("a farm is started on a port that is taken")
+def test_a_second_farm_on_a_port_says_that_it_is_taken(farm: FarmProcess, comfy: ComfyProcess, tmp_path: Path) -> None:
+    second = FarmProcess(FARM_PYTHON, comfy, tmp_path, "--workers", "1")
+    second.port = farm.port
+    with second:
+        assert second.wait(60) == 2, second.log.read_text()
+    assert f"Port {farm.port} of 127.0.0.1 is taken" in second.log.read_text()
+    assert farm.ask("GET", "/ready")[0] == 200
 
 
 @needs_ray

@@ -57,6 +57,69 @@ def test_a_batch_that_cannot_be_rendered_is_told_in_a_sentence(tmp_path: Path) -
 
 
 @needs_ray
+@pytest.mark.fault("the disk is full, or Ray is not installed, where a farm starts or its client writes")
+def test_what_a_farm_lacks_is_told_in_a_sentence(tmp_path: Path) -> None:
+    workflow, file = tmp_path / "work.json", tmp_path / "file"
+    workflow.write_text(json.dumps(work()), encoding="utf-8")
+    file.write_text("no folder")
+    render = ["render", str(workflow), "--seeds", "1", "--out", str(file / "out"), "--url", "http://127.0.0.1:9"]
+    serve = ["serve", "--comfyui", str(tmp_path), "--cpu", "--port", "0", "--host"]
+    for options, status, words in (
+        (["-m", "farm", *render], 1, "The render command ends: [Errno 20] Not a directory"),
+        (["-m", "farm", *serve, "192.0.2.1"], 2, "The farm cannot listen at port 0 of 192.0.2.1: "),
+        (["-c", "import sys; sys.modules['ray'] = None\nfrom farm.__main__ import main\nsys.exit(main(sys.argv[1:]))",
+          *serve, "127.0.0.1"], 2, "ray is not installed for this Python: run pip install -r requirements-farm.txt"),
+    ):  # fmt: skip
+        done = subprocess.run([FARM_PYTHON, *options], cwd=ROOT, env=farm_environment(), capture_output=True, text=True,
+                              check=False)  # fmt: skip
+        assert (done.returncode, words in done.stderr.splitlines()[-1]) == (status, True), done.stderr
+        assert "Traceback" not in done.stderr
+
+
+BREAKS_OFF = """
+import asyncio, sys
+from aiohttp import ClientSession, web
+from farm import render
+
+asked = 0
+
+async def answer(request):
+    global asked
+    asked += 1
+    stream = web.StreamResponse()
+    await stream.prepare(request)
+    await stream.write(b'{"event": "started"}\\n')
+    await asyncio.sleep(1)
+    if asked < 3:
+        request.transport.abort()
+        return stream
+    await stream.write(b'{"event": "done"}\\n')
+    return stream
+
+async def main():
+    render.WAIT = 0.3
+    app = web.Application()
+    app.router.add_post("/render", answer)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    port = runner.addresses[0][1]
+    async with ClientSession(f"http://127.0.0.1:{port}") as farm:
+        print(await render._done(farm, {}, 0.6))
+    await runner.cleanup()
+
+asyncio.run(main())
+"""
+
+
+@needs_ray
+def test_the_clients_patience_begins_where_an_answer_stops() -> None:
+    done = subprocess.run([FARM_PYTHON, "-c", BREAKS_OFF], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.stdout.strip() == "{'event': 'done'}", done.stderr
+
+
+@needs_ray
 def test_containerfile_and_compose_file_are_without_complaints_of_their_linters() -> None:
     folder = ROOT / "farm" / "container"
     for command in (

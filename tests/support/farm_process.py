@@ -98,6 +98,10 @@ class FarmProcess:
         if self._process.poll() is None:
             self._process.send_signal(signal.SIGTERM)
 
+    def kill(self) -> None:
+        """Kill the farm's own process, and none of those that it started."""
+        self._process.kill()
+
     def wait(self, patience: float) -> int | None:
         """Return the farm's exit status, None where it does not end in time."""
         until(lambda: self._process.poll() is not None, patience)
