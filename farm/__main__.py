@@ -28,10 +28,11 @@ def main(argv: list[str]) -> int:
         sys.stderr.write(f"{error}\n")
         return 2
     except ModuleNotFoundError as error:
-        sys.stderr.write(f"{error.name} is not installed for this Python: {INSTALL}\n")
+        sys.stderr.write(f"{error.name} is not installed for this Python, so nothing is rendered: {INSTALL}\n")
         return 2
     except OSError as error:  # a full disk, for example
-        sys.stderr.write(f"The {arguments.command} command ends: {error}.\n")
+        why = f"The farm's {arguments.command} command ends ({error})"
+        sys.stderr.write(f"{why}: mend that and start it again; the pictures that are there stay.\n")
         return 1
     except KeyboardInterrupt:
         return 130

@@ -7,6 +7,7 @@ import http.client
 import io
 import json
 import shutil
+import socket
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -221,6 +222,17 @@ def test_where_comfyui_dies_another_worker_renders_its_prompt(farm: FarmProcess)
 
 
 @needs_ray
+@pytest.mark.fault("a farm is started on a port that is taken")
+def test_a_second_farm_on_a_port_says_that_it_is_taken(farm: FarmProcess, comfy: ComfyProcess, tmp_path: Path) -> None:
+    second = FarmProcess(FARM_PYTHON, comfy, tmp_path, "--workers", "1")
+    second.port = farm.port
+    with second:
+        assert second.wait(60) == 2, second.log.read_text()
+    assert f"Port {farm.port} of 127.0.0.1 is taken" in second.log.read_text()
+    assert farm.ask("GET", "/ready")[0] == 200
+
+
+@needs_ray
 @pytest.mark.fault("a farm is told to end while it renders")
 def test_a_farm_that_ends_renders_what_it_has_and_takes_no_more(farm: FarmProcess) -> None:
     family = farm.family()
@@ -245,20 +257,30 @@ def test_no_comfyui_outlives_a_farm_that_is_killed(comfy: ComfyProcess, tmp_path
         assert len(ours) == 4
         farm.kill()
         assert not psutil.wait_procs(ours, timeout=30)[1]
-        for process in family:  # Ray's own
+        with socket.create_server(("127.0.0.1", farm.port)):
+            pass  # another farm can start there
+        for process in family:  # two of Ray's own stay a while
             with suppress(psutil.NoSuchProcess):
                 process.kill()
 
 
 @needs_ray
-@pytest.mark.fault("a farm is started on a port that is taken")
-def test_a_second_farm_on_a_port_says_that_it_is_taken(farm: FarmProcess, comfy: ComfyProcess, tmp_path: Path) -> None:
-    second = FarmProcess(FARM_PYTHON, comfy, tmp_path, "--workers", "1")
-    second.port = farm.port
-    with second:
-        assert second.wait(60) == 2, second.log.read_text()
-    assert f"Port {farm.port} of 127.0.0.1 is taken" in second.log.read_text()
-    assert farm.ask("GET", "/ready")[0] == 200
+@pytest.mark.slow
+@pytest.mark.fault("others take nearly all memory of a farm's machine, or a worker is killed for it")
+def test_memory_that_others_take_ends_no_worker_and_one_that_is_killed_comes_back_once(
+    comfy: ComfyProcess, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAY_memory_usage_threshold", "0.01")  # so little is taken on any machine
+    with FarmProcess(FARM_PYTHON, comfy, tmp_path, "--workers", "1") as farm:
+        (worker,) = farm.until_ready(1).workers()
+        time.sleep(5)
+        assert farm.workers() == [worker]
+        worker.kill()
+        assert until(lambda: farm.workers() not in ([], [worker]), 60)
+        farm.until_ready(1)
+        time.sleep(5)
+        assert len(farm.workers()) == 1
+        assert len(list(farm.work.glob("*/comfyui.log"))) == 2, "one that was killed, and one in its place"
 
 
 @needs_ray

@@ -7,6 +7,7 @@ import hashlib
 import importlib
 import json
 import re
+import socket
 import subprocess
 import sys
 import types
@@ -15,7 +16,7 @@ from typing import Any
 
 import pytest
 from environment import TORCH_PACKAGES
-from farm_process import FARM_PYTHON, farm_environment, needs_ray, work
+from farm_process import FARM_PYTHON, farm_environment, free_port, needs_ray, work
 from pack import ROOT
 from scenarios import node
 from setup_downloads import COMFYUI_VERSION
@@ -62,18 +63,63 @@ def test_what_a_farm_lacks_is_told_in_a_sentence(tmp_path: Path) -> None:
     workflow, file = tmp_path / "work.json", tmp_path / "file"
     workflow.write_text(json.dumps(work()), encoding="utf-8")
     file.write_text("no folder")
-    render = ["render", str(workflow), "--seeds", "1", "--out", str(file / "out"), "--url", "http://127.0.0.1:9"]
+    render = ["render", str(workflow), "--seeds", "1", "--url", "http://127.0.0.1:9", "--out"]
     serve = ["serve", "--comfyui", str(tmp_path), "--cpu", "--port", "0", "--host"]
+    no_ray = "import sys; sys.modules['ray'] = None\nfrom farm.__main__ import main\nsys.exit(main(sys.argv[1:]))"
     for options, status, words in (
-        (["-m", "farm", *render], 1, "The render command ends: [Errno 20] Not a directory"),
+        (["-m", "farm", *render, str(file / "out")], 1, "The farm's render command ends ([Errno 20] Not a directory"),
+        (["-m", "farm", *render, str(tmp_path / "full")], 1, "The farm's render command ends ([Errno 27] File too"),
         (["-m", "farm", *serve, "192.0.2.1"], 2, "The farm cannot listen at port 0 of 192.0.2.1: "),
-        (["-c", "import sys; sys.modules['ray'] = None\nfrom farm.__main__ import main\nsys.exit(main(sys.argv[1:]))",
-          *serve, "127.0.0.1"], 2, "ray is not installed for this Python: run pip install -r requirements-farm.txt"),
+        (["-c", no_ray, *serve, "127.0.0.1"], 2, "ray is not installed for this Python, so nothing is rendered: run"),
     ):  # fmt: skip
-        done = subprocess.run([FARM_PYTHON, *options], cwd=ROOT, env=farm_environment(), capture_output=True, text=True,
-                              check=False)  # fmt: skip
+        limited = ["sh", "-c", 'ulimit -f 0; exec "$@"', "sh"] if "Errno 27" in words else []  # as a full disk
+        done = subprocess.run([*limited, FARM_PYTHON, *options], cwd=ROOT, env=farm_environment(), capture_output=True,
+                              text=True, check=False)  # fmt: skip
         assert (done.returncode, words in done.stderr.splitlines()[-1]) == (status, True), done.stderr
         assert "Traceback" not in done.stderr
+
+
+HOLDS_A_PORT = """
+import socket, sys
+from farm.serving import hold_port
+try:
+    held = hold_port("127.0.0.1", int(sys.argv[1]))
+except ValueError as error:
+    sys.exit(str(error))
+ray = socket.socket()
+for option in (socket.SO_REUSEADDR, socket.SO_REUSEPORT):  # as Ray does
+    ray.setsockopt(socket.SOL_SOCKET, option, 1)
+print("held", flush=True)
+sys.stdin.readline()
+ray.bind(held[0].getsockname())
+ray.listen()
+print("listens", flush=True)
+sys.stdin.readline()
+"""
+
+
+@needs_ray
+def test_a_farm_has_its_port_from_its_start_on_and_another_one_is_told_that_it_is_taken() -> None:
+    """Ray takes seconds until it listens."""
+    port = free_port()
+    command = [FARM_PYTHON, "-c", HOLDS_A_PORT, str(port)]
+
+    def second() -> str:
+        return subprocess.run(command, cwd=ROOT, env=farm_environment(), input="\n\n", stdout=subprocess.DEVNULL,
+                              stderr=subprocess.PIPE, text=True, check=False).stderr.strip()  # fmt: skip
+
+    taken = f"Port {port} of 127.0.0.1 is taken: end the farm that uses it, or use --port."
+    with subprocess.Popen(command, cwd=ROOT, env=farm_environment(), stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                          text=True) as first:  # fmt: skip
+        assert first.stdout.readline() == "held\n"
+        assert second() == taken
+        print(file=first.stdin, flush=True)
+        assert first.stdout.readline() == "listens\n"
+        for _ in range(10):
+            socket.create_connection(("127.0.0.1", port), timeout=10).close()
+        assert second() == taken
+        print(file=first.stdin, flush=True)
+    assert second() == "", "it is free again"
 
 
 BREAKS_OFF = """
