@@ -211,6 +211,8 @@ def _refusal(status: int, text: str) -> Response:
 
 def application(settings: WorkerSettings, token_digest: str, workers: int, gpus: float) -> serve.Application:
     """Return the application: one gate, and workers with so many GPUs each."""
-    options = {"num_cpus": 0, "num_gpus": gpus}
+    # in one thread a prompt whose asker went away counts, and so keeps others off, until it has really ended
+    apart = {"env_vars": {"RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0"}}
+    options = {"num_cpus": 0, "num_gpus": gpus, "runtime_env": apart}
     worker = Worker.options(num_replicas=workers, ray_actor_options=options).bind(settings)
     return Gate.bind(worker, token_digest)

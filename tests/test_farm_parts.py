@@ -216,15 +216,16 @@ def test_half_a_character_in_a_models_name_is_left_to_comfyui_to_refuse() -> Non
     assert part("prompts").models_key({"1": unet})
 
 
-def test_a_workflow_keeps_its_own_report_and_its_pictures_go_to_a_folder_of_their_own() -> None:
+def test_a_workflow_keeps_its_own_report_and_what_it_saves_is_another_prompts_to_comfyui() -> None:
     prompts, one = part("prompts"), work()
     before = json.dumps(one)
-    ready = prompts.prepared(one, "here")
-    assert ready["picture"]["inputs"]["filename_prefix"] == "here/farm/picture"
+    ready = prompts.prepared(one, "this", {"SaveImage", "PreviewImage"})
+    assert ready["picture"]["inputs"] == {**one["picture"]["inputs"], prompts.MARK: "this"}
+    assert [key for key, node in ready.items() if prompts.MARK in node["inputs"]] == ["picture"]
     assert ready[prompts.REPORT]["inputs"]["after"] == ["decode", 0]
     assert ready.keys() - one.keys() == {prompts.REPORT}
     reported = {**one, "mine": node("TRTReport", after=["sampler", 0])}
-    assert prompts.prepared(reported, "here").keys() == reported.keys()
+    assert prompts.prepared(reported, "this", ()).keys() == reported.keys()
     assert json.dumps(one) == before
 
 
@@ -292,10 +293,14 @@ time.sleep(60)
 
 @pytest.mark.fault("a farm's worker was killed and left its folder")
 def test_folders_of_dead_workers_go_when_a_farm_starts_and_those_of_living_ones_stay(tmp_path: Path) -> None:
+    """Of this farm's own dead the pictures go, and the log stays."""
     folders = part("folders")
     (tmp_path / "mine").mkdir()
     own, lock = folders.take(tmp_path, "now")
-    lock.release()  # as one of this farm's that was killed: its log is still wanted
+    assert own.stat().st_mode & 0o777 == 0o700, "pictures are for no other user"
+    for name in ("output/x.png", "temp/y.png", "comfyui.log"):
+        (own / name).write_text("x", encoding="utf-8")
+    lock.release()  # as one of this farm's that was killed
     with subprocess.Popen([sys.executable, "-c", WORKER, str(ROOT), str(tmp_path)], stdout=subprocess.PIPE,
                           text=True) as worker:  # fmt: skip
         left = Path(worker.stdout.readline().strip())
@@ -306,6 +311,7 @@ def test_folders_of_dead_workers_go_when_a_farm_starts_and_those_of_living_ones_
         worker.wait()
         folders.remove_left(tmp_path, "now")
     assert {path.name for path in tmp_path.iterdir()} == {"mine", own.name}
+    assert [path.name for path in own.rglob("*") if path.suffix] == ["comfyui.log"]
 
 
 GATE_WITH_WORKERS_THAT_DIE = """
