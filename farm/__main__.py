@@ -8,6 +8,7 @@ from pathlib import Path
 
 from .access import VARIABLE, NoToken, token, token_file
 
+INSTALL = "run pip install -r requirements-farm.txt in the pack's folder."
 URL = "http://127.0.0.1:8400"
 
 
@@ -26,6 +27,13 @@ def main(argv: list[str]) -> int:
     except (NoToken, ValueError) as error:
         sys.stderr.write(f"{error}\n")
         return 2
+    except ModuleNotFoundError as error:
+        sys.stderr.write(f"{error.name} is not installed for this Python, so nothing is rendered: {INSTALL}\n")
+        return 2
+    except OSError as error:  # a full disk, for example
+        why = f"The farm's {arguments.command} command ends ({error})"
+        sys.stderr.write(f"{why}: mend that and start it again; the pictures that are there stay.\n")
+        return 1
     except KeyboardInterrupt:
         return 130
 

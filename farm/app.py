@@ -43,12 +43,16 @@ class Worker:
 
     async def __init__(self, settings: WorkerSettings) -> None:
         """Start ComfyUI, and return when it is warm."""
-        self.comfy = Comfy(settings)
         self.prompts = Counter("hybrid_trt_farm_prompts", "Prompts by how they ended.", ("end",))
         self.calls = Counter("hybrid_trt_farm_calls", "Calls of networks, by who ran them.", ("by",))
         self.seconds = Histogram("hybrid_trt_farm_seconds", "Seconds of a prompt on its worker.", _SECONDS)
+        self.comfy: Comfy | None = None
         try:
+            self.comfy = Comfy(settings)
             await self.comfy.start()
+        except OSError as error:
+            why = f"A worker cannot start its ComfyUI ({error}): look at --comfyui, and at the room that --work has."
+            raise ComfyLost(why) from None
         except ComfyLost:
             self.comfy.stop()
             raise
@@ -89,7 +93,8 @@ class Worker:
                     self.calls.inc(calls, {"by": by})
 
     def __del__(self) -> None:
-        self.comfy.stop()
+        if self.comfy is not None:
+            self.comfy.stop()
 
 
 @serve.deployment(max_ongoing_requests=10_000, ray_actor_options={"num_cpus": 0}, graceful_shutdown_timeout_s=5,
@@ -206,6 +211,8 @@ def _refusal(status: int, text: str) -> Response:
 
 def application(settings: WorkerSettings, token_digest: str, workers: int, gpus: float) -> serve.Application:
     """Return the application: one gate, and workers with so many GPUs each."""
-    options = {"num_cpus": 0, "num_gpus": gpus}
+    # in one thread a prompt whose asker went away counts, and so keeps others off, until it has really ended
+    apart = {"env_vars": {"RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0"}}
+    options = {"num_cpus": 0, "num_gpus": gpus, "runtime_env": apart}
     worker = Worker.options(num_replicas=workers, ray_actor_options=options).bind(settings)
     return Gate.bind(worker, token_digest)

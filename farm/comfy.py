@@ -11,18 +11,19 @@ import socket
 import subprocess
 import sys
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Coroutine
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import aiohttp
 
 from . import folders, pictures
 from .pictures import Pictures
-from .prompts import Prompt, prepared
+from .prompts import Prompt, prepared, texts_of
 from .settings import WorkerSettings
 
 Event = dict[str, Any]
+T = TypeVar("T")
 PATIENCE = 20.0
 MAX_MESSAGE = 256 << 20
 
@@ -40,7 +41,8 @@ class Comfy:
         self.url = ""
         self._process: subprocess.Popen[bytes] | None = None
         self._http: aiohttp.ClientSession | None = None
-        self._cleaning: asyncio.Future | None = None
+        self._turn = asyncio.Lock()
+        self._savers: set[str] = set()
 
     @property
     def alive(self) -> bool:
@@ -70,6 +72,8 @@ class Comfy:
     async def render(self, prompt: Prompt, brought: Pictures) -> AsyncIterator[Event]:
         """Run a workflow and yield its events; the last one is ``done``, ``failed`` or ``refused``.
 
+        It begins when nothing is left of the one before, and lasts until nothing is left of this one.
+
         Args:
             brought: pictures that it reads.
 
@@ -77,14 +81,18 @@ class Comfy:
             ComfyLost: ComfyUI ended meanwhile.
         """
         name = str(uuid.uuid4())
+        await self._turn.acquire()
         try:
             try:
-                prompt = await asyncio.to_thread(pictures.put, prompt, brought, self._temporary)
+                ready = await _to_its_end(asyncio.to_thread(self._ready, name, prompt, brought))
+            except ValueError as error:
+                yield {"event": "refused", "error": {"message": str(error)}, "node_errors": {}}
+                return
             except OSError as error:
                 yield {"event": "failed", "error": f"The worker cannot write the request's pictures: {error}"}
                 return
             async with self._http.ws_connect("/ws", params={"clientId": name}, max_msg_size=MAX_MESSAGE) as socket_:
-                refused = await self._submit(name, prepared(prompt, name))
+                refused = await _to_its_end(self._submit(name, ready))
                 if refused is not None:
                     yield {"event": "refused", **refused}
                     return
@@ -96,9 +104,8 @@ class Comfy:
             yield {"event": "failed", "error": f"ComfyUI answered {error.status} for {error.request_info.url.path}."}
         except (aiohttp.ClientError, OSError) as error:
             raise ComfyLost(f"ComfyUI does not answer: {error!r}") from error
-        finally:  # to its end, also where whoever asked goes away meanwhile
-            self._cleaning = asyncio.ensure_future(self._clean(name))
-            await asyncio.shield(self._cleaning)
+        finally:
+            await _to_its_end(self._clean(name, prompt))
 
     def stop(self) -> None:
         """End ComfyUI, by closing what its guard reads; remove its folder."""
@@ -109,17 +116,24 @@ class Comfy:
         shutil.rmtree(self.folder, ignore_errors=True)
         self._lock.release()
 
-    @property
-    def _temporary(self) -> Path:
-        """ComfyUI's temporary folder."""
-        return self.folder / "temp"
+    def _ready(self, name: str, prompt: Prompt, brought: Pictures) -> Prompt:
+        """Write the pictures that a workflow brought, and return it as ComfyUI gets it.
+
+        Raises:
+            ValueError: one of its inputs leads to what others have.
+        """
+        ready = pictures.put(prompt, brought, self.folder / "temp")
+        comfyui, base = Path(self.settings.comfyui), Path(self.settings.base or self.settings.comfyui)
+        texts = (text for node in ready.values() for text in texts_of(node["inputs"]))
+        folders.check_paths(texts, self.folder, (base / "input", comfyui))
+        return prepared(ready, name, self._savers)
 
     def _command(self, port: int) -> list[str]:
         base = ["--base-directory", self.settings.base] if self.settings.base else []
-        return [self.settings.python, str(Path(self.settings.comfyui) / "main.py"), "--listen", "127.0.0.1",
-                "--port", str(port), *base, "--output-directory", str(self.folder), "--temp-directory",
-                str(self.folder), "--database-url", "sqlite:///:memory:", "--disable-auto-launch",
-                *self.settings.arguments]  # fmt: skip
+        return [self.settings.python, str(Path(self.settings.comfyui) / "main.py"), *self.settings.arguments,
+                "--listen", "127.0.0.1", "--port", str(port), *base, "--output-directory", str(self.folder / "output"),
+                "--temp-directory", str(self.folder), "--database-url", "sqlite:///:memory:",
+                "--disable-auto-launch"]  # fmt: skip
 
     def _environment(self) -> dict[str, str]:
         """Return our variables, less those of Ray and those that lead to this interpreter's packages."""
@@ -159,8 +173,7 @@ class Comfy:
 
     async def _end(self, name: str) -> Event:
         """Return how a prompt ended, with its pictures and its report."""
-        async with self._http.get(f"/history/{name}") as answer:
-            entry = (await answer.json())[name]
+        entry = (await self._history(name))[name]
         if entry["status"]["status_str"] != "success":
             told = dict(entry["status"]["messages"]).get("execution_error", {})
             return {"event": "failed", "error": told.get("exception_message", "The prompt was interrupted.").strip(),
@@ -168,28 +181,66 @@ class Comfy:
         made, reports = [], []
         for node, output in entry["outputs"].items():
             reports += output.get("report", [])
-            made += [await self._picture(name, node, file) for file in output.get("images", [])]
+            made += [await self._picture(node, file) for file in output.get("images", [])]
         return {"event": "done", "pictures": made, "report": reports}
 
-    async def _picture(self, name: str, node: str, file: dict[str, str]) -> dict[str, str]:
+    async def _history(self, name: str) -> dict[str, Any]:
+        async with self._http.get(f"/history/{name}") as answer:
+            return await answer.json()
+
+    async def _picture(self, node: str, file: dict[str, str]) -> dict[str, str]:
         async with self._http.get("/view", params=file) as answer:
             answer.raise_for_status()
             data = base64.b64encode(await answer.read()).decode()
-        folder = file["subfolder"].removeprefix(name).strip("/")
-        return {"node": node, "name": file["filename"], "folder": folder, "type": file["type"], "data": data}
+        return {"node": node, "name": file["filename"], "folder": file["subfolder"], "type": file["type"], "data": data}
 
-    async def _clean(self, name: str) -> None:
-        """Forget a prompt, whatever became of it: ComfyUI's queue, its history, and the files it saved."""
-        for route, body in (("/queue", {"delete": [name]}), ("/interrupt", {"prompt_id": name}),
-                            ("/history", {"delete": [name]})):  # fmt: skip
-            with contextlib.suppress(aiohttp.ClientError, OSError):
-                await (await self._http.post(route, json=body)).read()
-        for left in (self.folder / name, self._temporary / pictures.FOLDER):
-            shutil.rmtree(left, ignore_errors=True)
+    async def _clean(self, name: str, prompt: Prompt) -> None:
+        """Have a prompt end, whatever became of it, remove all that it left, and let the next one begin."""
+        pause = 0.05
+        try:
+            while self.alive and await self._had(name):  # a node may run on for long
+                await asyncio.sleep(pause := min(2 * pause, 2))
+            for node, output in (await self._history(name)).get(name, {}).get("outputs", {}).items():
+                if output.get("images") and node in prompt:
+                    self._savers.add(prompt[node]["class_type"])
+            await self._tell("/history", {"delete": [name]})
+        except (aiohttp.ClientError, OSError):
+            pass  # it does not answer, as the next prompt will see
+        finally:
+            with contextlib.suppress(OSError):
+                await asyncio.to_thread(folders.empty, self.folder)
+            self._turn.release()
+
+    async def _had(self, name: str) -> bool:
+        """Tell whether ComfyUI has a prompt to run or runs it, and take it back."""
+        async with self._http.get("/queue") as answer:
+            prompts = [item for part in (await answer.json()).values() for item in part]
+        if all(item[1] != name for item in prompts):
+            return False
+        await self._tell("/queue", {"delete": [name]})
+        await self._tell("/interrupt", {"prompt_id": name})
+        return True
+
+    async def _tell(self, route: str, body: dict[str, Any]) -> None:
+        async with self._http.post(route, json=body) as answer:
+            await answer.read()
 
     def _log_tail(self) -> str:
         text = (self.folder / "comfyui.log").read_text(encoding="utf-8", errors="replace")
         return "\n".join(text.splitlines()[-20:])
+
+
+async def _to_its_end(work: Coroutine[Any, Any, T]) -> T:
+    """Return what work gives, once it has ended, also where whoever awaits it is cancelled meanwhile."""
+    task, cancelled = asyncio.ensure_future(work), None
+    while not task.done():
+        try:
+            await asyncio.wait({task})
+        except asyncio.CancelledError as error:
+            cancelled = error
+    if cancelled is not None:
+        raise cancelled
+    return task.result()
 
 
 async def _progress(socket_: aiohttp.ClientWebSocketResponse, name: str) -> AsyncIterator[Event]:

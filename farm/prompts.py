@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import copy
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 Prompt = dict[str, Any]
 REPORT = "farm_report"
+MARK = "farm_prompt"
+"""An input that no node has: with it, ComfyUI takes what it knows of the node for another's and runs it anew."""
 _MODELS = (".safetensors", ".sft", ".ckpt", ".pt", ".pth", ".bin", ".gguf")
 _SEEDS = ("seed", "noise_seed")
 
@@ -42,12 +44,17 @@ def with_seed(prompt: Prompt, seed: int) -> Prompt:
     return seeded
 
 
-def prepared(prompt: Prompt, folder: str) -> Prompt:
-    """Return a copy of a workflow whose pictures go to a folder of their own, and which has a report."""
+def prepared(prompt: Prompt, mark: str, savers: Collection[str]) -> Prompt:
+    """Return a copy of a workflow that has a report, and whose nodes of some classes run though ComfyUI knows them.
+
+    Args:
+        mark: a text that no other prompt has.
+        savers: classes whose files are gone.
+    """
     ready = copy.deepcopy(prompt)
-    for inputs, name, value in inputs_of(ready):
-        if name == "filename_prefix" and isinstance(value, str):
-            inputs[name] = f"{folder}/{value}"
+    for node in ready.values():
+        if node["class_type"] in savers:
+            node["inputs"][MARK] = mark
     if all(node["class_type"] != "TRTReport" for node in ready.values()) and (link := _last_link(ready)) is not None:
         ready[REPORT] = {"class_type": "TRTReport", "inputs": {"after": link, "time_calls": False}}
     return ready
@@ -65,6 +72,15 @@ def inputs_of(prompt: Prompt) -> Iterator[tuple[dict[str, Any], str, Any]]:
     for node in prompt.values():
         for name, value in list(node["inputs"].items()):
             yield node["inputs"], name, value
+
+
+def texts_of(value: Any) -> Iterator[str]:
+    """Yield all texts in a value, however deep."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, list | dict):
+        for part in value.values() if isinstance(value, dict) else value:
+            yield from texts_of(part)
 
 
 def _is_link(value: Any) -> bool:

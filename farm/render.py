@@ -136,13 +136,17 @@ async def _workers(farm: aiohttp.ClientSession) -> int:
 
 
 async def _done(farm: aiohttp.ClientSession, body: dict[str, Any], patience: float) -> dict[str, Any]:
-    """Return the ``done`` event of a request, tried again where the farm is away or busy.
+    """Return the ``done`` event of a request, tried again where the farm is away or busy, or its answer stops.
+
+    Args:
+        patience: seconds from then on.
 
     Raises:
         NotRendered: the farm refused it, it failed, or the farm stayed away.
     """
-    began = time.monotonic()
+    away = None  # since when there is no answer
     while True:
+        asked = time.monotonic()
         try:
             async with farm.post("/render", json=body) as answer:
                 if answer.status == 200:
@@ -155,7 +159,11 @@ async def _done(farm: aiohttp.ClientSession, body: dict[str, Any], patience: flo
                     raise NotRendered(why)
         except aiohttp.ClientError as error:
             why = f"The farm does not answer: {error!r}"
-        if time.monotonic() - began > patience:
+            reached = not isinstance(error, aiohttp.ClientConnectorError | aiohttp.ServerTimeoutError)
+            if reached and time.monotonic() - asked > WAIT:  # it worked until now
+                away = None
+        away = away or time.monotonic()
+        if time.monotonic() - away >= patience:
             raise NotRendered(why)
         await asyncio.sleep(WAIT)
 
@@ -177,5 +185,8 @@ def _last(body: bytes) -> dict[str, Any]:
 
 def _write(path: Path, data: bytes) -> None:
     fresh = path.with_name(f".{path.name}-{os.getpid()}")
-    fresh.write_bytes(data)
-    fresh.replace(path)
+    try:
+        fresh.write_bytes(data)
+        fresh.replace(path)
+    finally:
+        fresh.unlink(missing_ok=True)

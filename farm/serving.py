@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import logging
 import os
 import secrets
 import signal
+import socket
 import tempfile
 import threading
 from pathlib import Path
@@ -14,6 +16,7 @@ from pathlib import Path
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # Ray else reports to its makers
 if not os.environ.get("RAY_ADDRESS"):  # Ray's own ports are on loopback, and ask for a token that nobody else has
     os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # makes loopback the node's address, on Linux too
+    os.environ.setdefault("RAY_memory_monitor_refresh_ms", "0")  # it kills workers for memory that others took
     os.environ.setdefault("RAY_AUTH_MODE", "token")
     os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
 import ray
@@ -33,6 +36,8 @@ def serve_farm(arguments: argparse.Namespace, token: str, comfyui_arguments: lis
     """Start a farm, and return when it was told to end and has ended."""
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     os.environ.pop(access.VARIABLE, None)  # no worker needs it
+    # a cluster may have its port already, for others too
+    held = [] if os.environ.get("RAY_ADDRESS") else hold_port(arguments.host, arguments.port)
     _start_ray(arguments)
     end = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -45,9 +50,39 @@ def serve_farm(arguments: argparse.Namespace, token: str, comfyui_arguments: lis
         else:
             serve.shutdown()
         ray.shutdown()
+        for one in held:
+            one.close()
     if why:
         log.error(why)
     return 1 if why else 0
+
+
+def hold_port(host: str, port: int) -> list[socket.socket]:
+    """Take an address so that no other farm gets it, and Ray does; return what holds it until it is closed.
+
+    Ray by itself shares a port with whoever else of the same user listens there.
+
+    Raises:
+        ValueError: it is taken, or none of this machine's.
+    """
+    held = []
+    try:
+        for kind, _, _, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE):
+            held.append(socket.socket(kind))
+            if not hasattr(socket, "SO_REUSEPORT"):  # as on Windows: a look must do
+                held.pop().bind(address)
+                continue
+            held[-1].setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # what a farm that ended left bars nobody
+            held[-1].bind(address)
+            held[-1].setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)
+            held[-1].setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+    except OSError as error:
+        for one in held:
+            one.close()
+        if error.errno == errno.EADDRINUSE:
+            raise ValueError(f"Port {port} of {host} is taken: end the farm that uses it, or use --port.") from None
+        raise ValueError(f"The farm cannot listen at port {port} of {host}: {error}.") from None
+    return held
 
 
 def _start_ray(arguments: argparse.Namespace) -> None:

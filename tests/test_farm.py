@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import base64
-import http.client
 import io
 import json
 import shutil
+import socket
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,16 @@ import psutil
 import pytest
 from builds import until
 from comfy_process import ComfyProcess, PromptRejected
-from farm_process import FARM_PYTHON, TOKEN, FarmProcess, comfyui_of, kill_while_it_renders, needs_ray, work
+from farm_process import (
+    FARM_PYTHON,
+    FarmProcess,
+    comfyui_of,
+    kill_while_it_renders,
+    left_of,
+    needs_ray,
+    runs_a_prompt,
+    work,
+)
 from PIL import Image
 from scenarios import Scenario, node, prompt
 
@@ -89,7 +99,7 @@ def test_progress_is_streamed_and_the_answer_ends_with_pictures_and_report(farm:
     (picture,) = done["pictures"]
     assert (picture["node"], picture["folder"]) == ("picture", "farm")
     assert pixels(io.BytesIO(base64.b64decode(picture["data"]))).shape == (64, 64, 3)
-    assert until(lambda: list(farm.work.glob("*/*/farm")) == [], 60), "what was sent is deleted"
+    assert left_of(farm) == [], "what was sent is deleted"
 
 
 @needs_ray
@@ -119,7 +129,7 @@ def test_a_request_brings_the_pictures_of_its_workflow(farm: FarmProcess, comfy:
     expected = pixels(comfy.base / "output" / file["subfolder"] / file["filename"])
     assert (pixels(out / "5_0.png") == expected).all()
     assert not (comfy.base / "input" / "mine.png").exists()
-    assert until(lambda: list(farm.work.glob("*/temp/inputs")) == [], 60)
+    assert left_of(farm) == []
 
 
 @needs_ray
@@ -164,17 +174,48 @@ def test_a_prompt_whose_asker_goes_away_is_interrupted(farm: FarmProcess) -> Non
     def interrupted() -> int:
         return sum(log.read_text().count("Processing interrupted") for log in farm.work.glob("*/comfyui.log"))
 
-    before, body = interrupted(), json.dumps({"workflow": work(1, 96, 5000)})
-    connection = http.client.HTTPConnection("127.0.0.1", farm.port, timeout=60)
-    connection.request("POST", "/render", body, {"Authorization": f"Bearer {TOKEN}"})
-    answer = connection.getresponse()
-    while json.loads(answer.readline()).get("node") != "sampler":
-        assert farm.ask("GET", "/ready")[1]["rendering"] == 1
-    answer.close()
-    connection.close()
+    before = interrupted()
+    with farm.asking(work(1, 96, 5000)) as answer:
+        while json.loads(answer.readline()).get("node") != "sampler":
+            assert farm.ask("GET", "/ready")[1]["rendering"] == 1
     assert until(lambda: farm.ask("GET", "/ready")[1]["rendering"] == 0, 60)
     assert until(lambda: interrupted() == before + 1, 60)
     assert farm.ask("POST", "/render", {"workflow": work(1)})[1][-1]["event"] == "done"
+
+
+def long_node(color: int) -> dict[str, Any]:
+    """A workflow with a node of seconds, which nothing interrupts."""
+    return {"made": node("EmptyImage", width=2560, height=2560, batch_size=1, color=color),
+            "blur": node("ImageBlur", image=["made", 0], blur_radius=31, sigma=10.0),
+            "save": node("PreviewImage", images=["blur", 0])}  # fmt: skip
+
+
+@needs_ray
+@pytest.mark.fault("who asked a farm goes away while a node runs that cannot be interrupted")
+def test_the_prompt_of_one_who_left_holds_no_other_up_and_takes_none_of_its_pictures(farm: FarmProcess) -> None:
+    data = io.BytesIO()
+    Image.effect_noise((16, 16), 80).save(data, "png")
+    short = {"workflow": {"mine": node("LoadImage", image="mine.png"),
+                          "save": node("PreviewImage", images=["mine", 0])},
+             "inputs": {"mine.png": base64.b64encode(data.getvalue()).decode()}}  # fmt: skip
+
+    def end_of_a_short_one() -> str:
+        status, told = farm.ask("POST", "/render", short)
+        return told[-1]["event"] if status == 200 else str(told)
+
+    farm.until_ready(workers=2)
+    workers = farm.workers()
+    for color, busy in ((1, 1), (2, 2)):
+        with farm.asking(long_node(color)) as answer:
+            assert json.loads(answer.readline())["event"] == "started"
+            time.sleep(1)  # else it is interrupted before that node
+        assert until(lambda: farm.ask("GET", "/ready")[1]["rendering"] == 0, 60)
+        assert sum(map(runs_a_prompt, workers)) == busy
+        if busy == 1:
+            assert [end_of_a_short_one() for _ in range(5)] == ["done"] * 5
+            assert sum(map(runs_a_prompt, workers)) == 1, "the others did not wait for it"
+    assert end_of_a_short_one() == "done", "it waited until a worker had really ended the one that was left"
+    assert sum(map(runs_a_prompt, workers)) <= 1
 
 
 @needs_ray
@@ -220,6 +261,17 @@ def test_where_comfyui_dies_another_worker_renders_its_prompt(farm: FarmProcess)
 
 
 @needs_ray
+@pytest.mark.fault("a farm is started on a port that is taken")
+def test_a_second_farm_on_a_port_says_that_it_is_taken(farm: FarmProcess, comfy: ComfyProcess, tmp_path: Path) -> None:
+    second = FarmProcess(FARM_PYTHON, comfy, tmp_path, "--workers", "1")
+    second.port = farm.port
+    with second:
+        assert second.wait(60) == 2, second.log.read_text()
+    assert f"Port {farm.port} of 127.0.0.1 is taken" in second.log.read_text()
+    assert farm.ask("GET", "/ready")[0] == 200
+
+
+@needs_ray
 @pytest.mark.fault("a farm is told to end while it renders")
 def test_a_farm_that_ends_renders_what_it_has_and_takes_no_more(farm: FarmProcess) -> None:
     family = farm.family()
@@ -232,6 +284,42 @@ def test_a_farm_that_ends_renders_what_it_has_and_takes_no_more(farm: FarmProces
         assert [one.result()[1][-1]["event"] for one in running] == ["done"] * 3
     assert farm.wait(60) == 0, farm.log.read_text()
     assert until(lambda: not any(process.is_running() for process in family), 60)
+
+
+@needs_ray
+@pytest.mark.fault("a farm is killed")
+def test_no_comfyui_outlives_a_farm_that_is_killed(comfy: ComfyProcess, tmp_path: Path) -> None:
+    with FarmProcess(FARM_PYTHON, comfy, tmp_path, "--workers", "2") as farm:
+        farm.until_ready()
+        family, workers = farm.family(), farm.workers()
+        ours = [*workers, *map(comfyui_of, workers)]
+        assert len(ours) == 4
+        farm.kill()
+        assert not psutil.wait_procs(ours, timeout=30)[1]
+        with socket.create_server(("127.0.0.1", farm.port)):
+            pass  # another farm can start there
+        for process in family:  # two of Ray's own stay a while
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
+
+
+@needs_ray
+@pytest.mark.slow
+@pytest.mark.fault("others take nearly all memory of a farm's machine, or a worker is killed for it")
+def test_memory_that_others_take_ends_no_worker_and_one_that_is_killed_comes_back_once(
+    comfy: ComfyProcess, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAY_memory_usage_threshold", "0.01")  # so little is taken on any machine
+    with FarmProcess(FARM_PYTHON, comfy, tmp_path, "--workers", "1") as farm:
+        (worker,) = farm.until_ready(1).workers()
+        time.sleep(5)
+        assert farm.workers() == [worker]
+        worker.kill()
+        assert until(lambda: farm.workers() not in ([], [worker]), 60)
+        farm.until_ready(1)
+        time.sleep(5)
+        assert len(farm.workers()) == 1
+        assert len(list(farm.work.glob("*/comfyui.log"))) == 2, "one that was killed, and one in its place"
 
 
 @needs_ray

@@ -7,6 +7,7 @@ import hashlib
 import importlib
 import json
 import re
+import socket
 import subprocess
 import sys
 import types
@@ -15,7 +16,7 @@ from typing import Any
 
 import pytest
 from environment import TORCH_PACKAGES
-from farm_process import FARM_PYTHON, farm_environment, needs_ray, work
+from farm_process import FARM_PYTHON, farm_environment, free_port, needs_ray, work
 from pack import ROOT
 from scenarios import node
 from setup_downloads import COMFYUI_VERSION
@@ -54,6 +55,114 @@ def test_a_batch_that_cannot_be_rendered_is_told_in_a_sentence(tmp_path: Path) -
         code, line = said(workflow, seeds)
         assert (code, words in line) == (status, True), line
     assert [path.name for path in out.iterdir()] == ["workflow.sha256"]
+
+
+@needs_ray
+@pytest.mark.fault("the disk is full, or Ray is not installed, where a farm starts or its client writes")
+def test_what_a_farm_lacks_is_told_in_a_sentence(tmp_path: Path) -> None:
+    workflow, file = tmp_path / "work.json", tmp_path / "file"
+    workflow.write_text(json.dumps(work()), encoding="utf-8")
+    file.write_text("no folder")
+    render = ["render", str(workflow), "--seeds", "1", "--url", "http://127.0.0.1:9", "--out"]
+    serve = ["serve", "--comfyui", str(tmp_path), "--cpu", "--port", "0", "--host"]
+    no_ray = "import sys; sys.modules['ray'] = None\nfrom farm.__main__ import main\nsys.exit(main(sys.argv[1:]))"
+    for options, status, words in (
+        (["-m", "farm", *render, str(file / "out")], 1, "The farm's render command ends ([Errno 20] Not a directory"),
+        (["-m", "farm", *render, str(tmp_path / "full")], 1, "The farm's render command ends ([Errno 27] File too"),
+        (["-m", "farm", *serve, "192.0.2.1"], 2, "The farm cannot listen at port 0 of 192.0.2.1: "),
+        (["-c", no_ray, *serve, "127.0.0.1"], 2, "ray is not installed for this Python, so nothing is rendered: run"),
+    ):  # fmt: skip
+        limited = ["sh", "-c", 'ulimit -f 0; exec "$@"', "sh"] if "Errno 27" in words else []  # as a full disk
+        done = subprocess.run([*limited, FARM_PYTHON, *options], cwd=ROOT, env=farm_environment(), capture_output=True,
+                              text=True, check=False)  # fmt: skip
+        assert (done.returncode, words in done.stderr.splitlines()[-1]) == (status, True), done.stderr
+        assert "Traceback" not in done.stderr
+
+
+HOLDS_A_PORT = """
+import socket, sys
+from farm.serving import hold_port
+try:
+    held = hold_port("127.0.0.1", int(sys.argv[1]))
+except ValueError as error:
+    sys.exit(str(error))
+ray = socket.socket()
+for option in (socket.SO_REUSEADDR, socket.SO_REUSEPORT):  # as Ray does
+    ray.setsockopt(socket.SOL_SOCKET, option, 1)
+print("held", flush=True)
+sys.stdin.readline()
+ray.bind(held[0].getsockname())
+ray.listen()
+print("listens", flush=True)
+sys.stdin.readline()
+"""
+
+
+@needs_ray
+def test_a_farm_has_its_port_from_its_start_on_and_another_one_is_told_that_it_is_taken() -> None:
+    """Ray takes seconds until it listens."""
+    port = free_port()
+    command = [FARM_PYTHON, "-c", HOLDS_A_PORT, str(port)]
+
+    def second() -> str:
+        return subprocess.run(command, cwd=ROOT, env=farm_environment(), input="\n\n", stdout=subprocess.DEVNULL,
+                              stderr=subprocess.PIPE, text=True, check=False).stderr.strip()  # fmt: skip
+
+    taken = f"Port {port} of 127.0.0.1 is taken: end the farm that uses it, or use --port."
+    with subprocess.Popen(command, cwd=ROOT, env=farm_environment(), stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                          text=True) as first:  # fmt: skip
+        assert first.stdout.readline() == "held\n"
+        assert second() == taken
+        print(file=first.stdin, flush=True)
+        assert first.stdout.readline() == "listens\n"
+        for _ in range(10):
+            socket.create_connection(("127.0.0.1", port), timeout=10).close()
+        assert second() == taken
+        print(file=first.stdin, flush=True)
+    assert second() == "", "it is free again"
+
+
+BREAKS_OFF = """
+import asyncio, sys
+from aiohttp import ClientSession, web
+from farm import render
+
+asked = 0
+
+async def answer(request):
+    global asked
+    asked += 1
+    stream = web.StreamResponse()
+    await stream.prepare(request)
+    await stream.write(b'{"event": "started"}\\n')
+    await asyncio.sleep(1)
+    if asked < 3:
+        request.transport.abort()
+        return stream
+    await stream.write(b'{"event": "done"}\\n')
+    return stream
+
+async def main():
+    render.WAIT = 0.3
+    app = web.Application()
+    app.router.add_post("/render", answer)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    port = runner.addresses[0][1]
+    async with ClientSession(f"http://127.0.0.1:{port}") as farm:
+        print(await render._done(farm, {}, 0.6))
+    await runner.cleanup()
+
+asyncio.run(main())
+"""
+
+
+@needs_ray
+def test_the_clients_patience_begins_where_an_answer_stops() -> None:
+    done = subprocess.run([FARM_PYTHON, "-c", BREAKS_OFF], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.stdout.strip() == "{'event': 'done'}", done.stderr
 
 
 @needs_ray
@@ -107,15 +216,16 @@ def test_half_a_character_in_a_models_name_is_left_to_comfyui_to_refuse() -> Non
     assert part("prompts").models_key({"1": unet})
 
 
-def test_a_workflow_keeps_its_own_report_and_its_pictures_go_to_a_folder_of_their_own() -> None:
+def test_a_workflow_keeps_its_own_report_and_what_it_saves_is_another_prompts_to_comfyui() -> None:
     prompts, one = part("prompts"), work()
     before = json.dumps(one)
-    ready = prompts.prepared(one, "here")
-    assert ready["picture"]["inputs"]["filename_prefix"] == "here/farm/picture"
+    ready = prompts.prepared(one, "this", {"SaveImage", "PreviewImage"})
+    assert ready["picture"]["inputs"] == {**one["picture"]["inputs"], prompts.MARK: "this"}
+    assert [key for key, node in ready.items() if prompts.MARK in node["inputs"]] == ["picture"]
     assert ready[prompts.REPORT]["inputs"]["after"] == ["decode", 0]
     assert ready.keys() - one.keys() == {prompts.REPORT}
     reported = {**one, "mine": node("TRTReport", after=["sampler", 0])}
-    assert prompts.prepared(reported, "here").keys() == reported.keys()
+    assert prompts.prepared(reported, "this", ()).keys() == reported.keys()
     assert json.dumps(one) == before
 
 
@@ -183,10 +293,14 @@ time.sleep(60)
 
 @pytest.mark.fault("a farm's worker was killed and left its folder")
 def test_folders_of_dead_workers_go_when_a_farm_starts_and_those_of_living_ones_stay(tmp_path: Path) -> None:
+    """Of this farm's own dead the pictures go, and the log stays."""
     folders = part("folders")
     (tmp_path / "mine").mkdir()
     own, lock = folders.take(tmp_path, "now")
-    lock.release()  # as one of this farm's that was killed: its log is still wanted
+    assert own.stat().st_mode & 0o777 == 0o700, "pictures are for no other user"
+    for name in ("output/x.png", "temp/y.png", "comfyui.log"):
+        (own / name).write_text("x", encoding="utf-8")
+    lock.release()  # as one of this farm's that was killed
     with subprocess.Popen([sys.executable, "-c", WORKER, str(ROOT), str(tmp_path)], stdout=subprocess.PIPE,
                           text=True) as worker:  # fmt: skip
         left = Path(worker.stdout.readline().strip())
@@ -197,6 +311,7 @@ def test_folders_of_dead_workers_go_when_a_farm_starts_and_those_of_living_ones_
         worker.wait()
         folders.remove_left(tmp_path, "now")
     assert {path.name for path in tmp_path.iterdir()} == {"mine", own.name}
+    assert [path.name for path in own.rglob("*") if path.suffix] == ["comfyui.log"]
 
 
 GATE_WITH_WORKERS_THAT_DIE = """

@@ -13,6 +13,8 @@ import sys
 import time
 import urllib.request
 from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -98,6 +100,10 @@ class FarmProcess:
         if self._process.poll() is None:
             self._process.send_signal(signal.SIGTERM)
 
+    def kill(self) -> None:
+        """Kill the farm's own process, and none of those that it started."""
+        self._process.kill()
+
     def wait(self, patience: float) -> int | None:
         """Return the farm's exit status, None where it does not end in time."""
         until(lambda: self._process.poll() is not None, patience)
@@ -122,8 +128,7 @@ class FarmProcess:
 
     def workers(self) -> list[psutil.Process]:
         """Return the processes of the workers that have a ComfyUI."""
-        return [process for process in self.family() if any("guard.py" in " ".join(child.cmdline())
-                                                            for child in process.children())]  # fmt: skip
+        return [process for process in self.family() if _guard_of(process)]
 
     def ask(self, method: str, path: str, body: Any = None, token: str | None = TOKEN) -> tuple[int, Any]:
         """Return status and JSON of a request; a list of events where the farm streams them."""
@@ -137,6 +142,19 @@ class FarmProcess:
                 return answer.status, [json.loads(line) for line in text.splitlines()]
             return answer.status, json.loads(text)
         finally:
+            connection.close()
+
+    @contextmanager
+    def asking(self, workflow: Prompt) -> Iterator[http.client.HTTPResponse]:
+        """Ask for a workflow, and go away at the end of the `with` block, whatever became of it."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=PATIENCE)
+        body, header = json.dumps({"workflow": workflow}), {"Authorization": f"Bearer {TOKEN}"}
+        connection.request("POST", "/render", body, header)
+        answer = connection.getresponse()
+        try:
+            yield answer
+        finally:
+            answer.close()
             connection.close()
 
     def metrics(self) -> dict[tuple[str, str], float]:
@@ -157,11 +175,36 @@ class FarmProcess:
                                 stderr=subprocess.STDOUT, text=True, env=farm_environment())  # fmt: skip
 
 
+def left_of(farm: FarmProcess) -> list[Path]:
+    """Return the files of prompts that a farm's workers have, once nothing runs there: an answer ends before."""
+    files: list[Path] = []
+
+    def none() -> bool:
+        files[:] = [path for path in farm.work.glob("*/*/**/*") if path.is_file()]
+        return not files
+
+    until(none, 10)
+    return files
+
+
 def comfyui_of(worker: psutil.Process) -> psutil.Process:
     """Return the process of a worker's ComfyUI."""
-    (guard,) = [child for child in worker.children() if "guard.py" in " ".join(child.cmdline())]
-    (comfyui,) = guard.children()
+    (comfyui,) = _guard_of(worker).children()
     return comfyui
+
+
+def _guard_of(worker: psutil.Process) -> psutil.Process | None:
+    with suppress(psutil.NoSuchProcess):  # it ends just now
+        return next((child for child in worker.children() if "guard.py" in " ".join(child.cmdline())), None)
+    return None
+
+
+def runs_a_prompt(worker: psutil.Process) -> bool:
+    """Tell whether the ComfyUI of a worker runs a prompt."""
+    command = comfyui_of(worker).cmdline()
+    url = f"http://127.0.0.1:{command[command.index('--port') + 1]}/queue"
+    with urllib.request.urlopen(url, timeout=30) as answer:
+        return bool(json.load(answer)["queue_running"])
 
 
 def kill_while_it_renders(worker: psutil.Process) -> None:
