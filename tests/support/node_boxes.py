@@ -34,7 +34,7 @@ STATES: dict[str, dict[str, Any]] = {
     "ready": {"state": "ready", "engine": ENGINE, "run": RUN},
     "native": {"state": "ready", "engine": ENGINE, "run": {**RUN, "native": 8, "reasons": WHY}},
     "failed": {"state": "failed", "text": LONG, "job": {**JOB, "state": "failed", "message": LONG}},
-    "unavailable": {"state": "unavailable", "text": LONG},
+    "unavailable": {"state": "unavailable", "text": f"{LONG} {LONG}"},  # more than a box of any page holds
 }
 """States that the server may tell of a node."""
 
