@@ -15,9 +15,10 @@ from comfy.ldm.cosmos.position_embedding import VideoRopePosition3DEmb
 from comfy.ldm.cosmos.predict2 import Attention, Block
 
 from . import Role
+from .blocks import in_blocks
 from .calls import Binding, EngineCall, Unsupported
 from .rotary import write_out_norms
-from .shapes import MOST, Dim, Profile, Range, RequestedSizes, Sizes, TensorSpec
+from .shapes import Dim, Profile, Range, RequestedSizes, Sizes, TensorSpec
 from .token_sizes import BATCH, KEPT, PATCH, PICTURE, TOKENS, TokenSizes, attended
 from .video_tokens import to_tokens, to_video
 
@@ -31,7 +32,7 @@ class Anima(TokenSizes):
     arguments = ("x", "timesteps", "context", "fps", "padding_mask")
     usual_prompt = 512
     one_length = True
-    free: ClassVar[Mapping[str, Range]] = {"T": Range(2, 97, MOST["max_tokens"])}
+    free: ClassVar[Mapping[str, Range]] = {s: served for s, served in TokenSizes.free.items() if s != "L"}
 
     def matches(self, module: torch.nn.Module) -> bool:
         return (
@@ -125,6 +126,33 @@ def _heads(layer: Attention, x: torch.Tensor) -> torch.Tensor:
     return x.unflatten(-1, (layer.n_heads, -1))
 
 
+class Step(torch.nn.Module):
+    """A block of a network, with what a companion has of layers for it.
+
+    Attributes:
+        block: native's.
+        others: the companion's, by the name of the block's layer whose input each changes.
+    """
+
+    def __init__(self, block: Block, others: Mapping[str, torch.nn.Module] | None = None):
+        super().__init__()
+        self.block, self.others = block, torch.nn.ModuleDict({_key(name): o for name, o in (others or {}).items()})
+
+    def forward(
+        self, x: torch.Tensor, time: torch.Tensor, lora: torch.Tensor, words: torch.Tensor, pe: torch.Tensor,
+        *given: torch.Tensor,
+    ) -> torch.Tensor:  # fmt: skip
+        """Compute native's block; the companion's layers get what a layer takes, and ``given``."""
+        def change(layer: str, y: torch.Tensor) -> torch.Tensor:
+            return self.others[_key(layer)](y, *given) if _key(layer) in self.others else y
+
+        return _block(self.block, x, time, lora, words, pe, change)
+
+
+def _key(layer: str) -> str:
+    return layer.replace(".", "_")
+
+
 Change = Callable[[str, torch.Tensor], torch.Tensor]
 """The name of a layer of a block, and its input -> what the layer takes instead."""
 
@@ -163,30 +191,30 @@ def _block(
 class OnTokens(torch.nn.Module):
     """All that native does in each step."""
 
-    def __init__(self, net: Native):
+    def __init__(self, net: Native, companion: torch.nn.Module | None = None):
         super().__init__()
         write_out_norms(net)
         del net.llm_adapter  # ComfyUI's own is for the prompt
-        self.net = net
+        self.net, self.companion = net, companion
+        # a tuple: their layers are parts of the two networks
+        self.blocks = in_blocks(Step(block, self.others(number)) for number, block in enumerate(net.blocks))
+
+    def others(self, number: int) -> Mapping[str, torch.nn.Module]:
+        """The layers of a companion for a block, see ``Step``: none."""
+        return {}
 
     def forward(
-        self, image: torch.Tensor, context: torch.Tensor, timestep: torch.Tensor, pe: torch.Tensor
-    ) -> tuple[torch.Tensor]:
-        return self.run(image, context, timestep, pe, lambda _block, _layer, x: x)
-
-    def run(
         self, image: torch.Tensor, context: torch.Tensor, timestep: torch.Tensor, pe: torch.Tensor,
-        change: Callable[[int, str, torch.Tensor], torch.Tensor],
+        *given: torch.Tensor,
     ) -> tuple[torch.Tensor]:  # fmt: skip
-        """Run with what layers take instead of their inputs: number of the block, name of the layer, input."""
         net, dtype = self.net, image.dtype
         x = net.x_embedder.proj[1](F.pad(image, (0, PATCH * PATCH)))  # padding is what native marks with ones
         time, lora = net.t_embedder[1](_waves(net.model_channels, timestep).to(dtype))
         time, pe = net.t_embedding_norm(time), pe.flatten(0, 1)
         if dtype == torch.float16:
             x = x.float()
-        for i, block in enumerate(net.blocks):
-            x = _block(block, x, time, lora, context, pe, partial(change, i))
+        for block in self.blocks:
+            x = block(x, time, lora, context, pe, *given)
         last = net.final_layer
         shift, scale = (last.adaln_modulation(time) + lora[..., : 2 * last.hidden_size]).chunk(2, -1)
         return (last.linear(last.layer_norm(x.to(dtype)) * (1 + scale) + shift),)

@@ -21,6 +21,7 @@ from comfy.ldm.common_dit import pad_to_patch_size
 
 from .anima import NEEDS as _BASE_NEEDS
 from .anima import SIZES, Anima, OnTokens
+from .blocks import in_blocks
 from .calls import Binding, EngineCall, PerImagePass, Unsupported
 from .model_patches import AbsorbedPatch, WithCompanion
 from .shapes import Dim, TensorSpec
@@ -182,24 +183,15 @@ class _WithLLLite(OnTokens):
     """All that native does in each step."""
 
     def __init__(self, both: WithCompanion):
-        super().__init__(both.base)
-        self.lllite = both.companion
+        super().__init__(both.base, both.companion)
 
-    def forward(
-        self,
-        image: torch.Tensor,
-        context: torch.Tensor,
-        timestep: torch.Tensor,
-        pe: torch.Tensor,
-        control: torch.Tensor,
-        strength: torch.Tensor,
-    ) -> tuple[torch.Tensor]:
-        def change(block: int, layer: str, x: torch.Tensor) -> torch.Tensor:
-            name = f"lllite_dit_blocks_{block}_{layer.replace('.', '_')}"
-            own = getattr(self.lllite, name, None)
-            return x if own is None else _changed(own, x, control, strength)
-
-        return self.run(image, context, timestep, pe, change)
+    def others(self, number: int) -> dict[str, torch.nn.Module]:
+        """See ``OnTokens``."""
+        start = f"lllite_dit_blocks_{number}_"
+        own = {name.removeprefix(start): layer for name, layer in self.companion.named_children()
+               if name.startswith(start)}  # fmt: skip
+        in_blocks(own.values(), _changed)
+        return own
 
 
 def _changed(layer: AnimaLLLiteModule, x: torch.Tensor, control: torch.Tensor, strength: torch.Tensor) -> torch.Tensor:

@@ -177,6 +177,19 @@ class RequestedCalls:
         )
 
 
+def serves_every_size(architecture: Architecture) -> bool:
+    """Tell whether one compiled file serves all calls: its network is compiled in blocks."""
+    return architecture.free.keys() >= architecture.symbols.keys()
+
+
+def words_of(architecture: Architecture, call: Call) -> str:
+    """The sizes of a call, or of a compiled file, in a few words for people."""
+    return architecture.call_words(call) if call else EVERY_SIZE
+
+
+EVERY_SIZE = "every size"
+
+
 def file_sizes(architecture: Architecture, call: Call) -> dict[str, int]:
     """The sizes of a call that its compiled file is for; the others it leaves free."""
     free = architecture.free
@@ -190,10 +203,14 @@ def example_of(architecture: Architecture, call: Call) -> dict[str, int]:
 
 
 def sample_alike(architecture: Architecture, calls: Iterable[Call], others: Iterable[Call]) -> bool:
-    """Tell whether one of some calls has the sizes of another, but for what no picture tells: its prompt's length."""
+    """Tell whether one of some calls has the sizes of another, but for what no picture tells: its prompt's length.
+
+    Args:
+        others: calls, or the sizes of compiled files, see ``file_sizes``.
+    """
     told = [name for name, symbol in architecture.symbols.items() if symbol.of_picture]
-    there = {tuple(map(other.get, told)) for other in others}
-    return any(tuple(map(call.get, told)) in there for call in calls)
+    return any(all(call.get(name) == other[name] for name in told if name in other)
+               for other in others for call in calls)  # fmt: skip
 
 
 def calls_to_compile(

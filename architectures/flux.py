@@ -19,6 +19,7 @@ from comfy.ldm.flux.model import Flux
 from einops import rearrange
 
 from . import Role
+from .blocks import in_blocks
 from .calls import Binding, EngineCall, ResidualLayout, Unsupported
 from .image_tokens import BATCH, IMAGE, PROMPT, ImageTokenSizes
 from .rotary import Rotary, RotaryAttention, rotary_inputs, write_out_norms
@@ -218,6 +219,7 @@ class _FluxFunction(torch.nn.Module):
         super().__init__()
         write_out_norms(flux)
         self.flux = flux
+        self.blocks = in_blocks((*flux.double_blocks, *flux.single_blocks))
         self._residuals: tuple[torch.Tensor, ...] = ()
         doubles = len(flux.double_blocks)
         for number, block in enumerate(flux.double_blocks):

@@ -18,6 +18,7 @@ from comfy.ldm.flux.controlnet import ControlNetFlux
 from comfy.ldm.flux.layers import DoubleStreamBlock, SingleStreamBlock
 
 from . import Role
+from .blocks import in_blocks
 from .calls import Binding, EngineCall, OtherKind, PerImagePass, ResidualLayout, Unsupported
 from .flux import FLUX1, KEPT, conditioning, conditioning_specs, rotary_of, thousandths, to_tokens
 from .image_tokens import BATCH, IMAGE, PROMPT, ImageTokenSizes
@@ -183,9 +184,10 @@ class _ControlNetFunction(torch.nn.Module):
         super().__init__()
         write_out_norms(controlnet)
         controlnet.pe_embedder = _NoPlaces()
-        for layer in controlnet.modules():
-            if isinstance(layer, DoubleStreamBlock | SingleStreamBlock):
-                layer.register_forward_pre_hook(self._with_options, with_kwargs=True)
+        self.blocks = in_blocks(
+            layer for layer in controlnet.modules() if isinstance(layer, DoubleStreamBlock | SingleStreamBlock))
+        for layer in self.blocks:
+            layer.register_forward_pre_hook(self._with_options, with_kwargs=True)
         if controlnet.num_union_modes:
             controlnet.txt_in.register_forward_hook(self._with_type)
         for embedder in (controlnet.time_in, controlnet.guidance_in):

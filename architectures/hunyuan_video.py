@@ -17,6 +17,7 @@ from comfy.ldm.flux.layers import DoubleStreamBlock, SingleStreamBlock, timestep
 from comfy.ldm.hunyuan_video.model import HunyuanVideo as Native
 
 from . import Role
+from .blocks import in_blocks
 from .calls import Binding, EngineCall, Unsupported
 from .flux import thousandths
 from .rotary import RotaryAttention, write_out_norms
@@ -49,7 +50,8 @@ class HunyuanVideo(VideoSizes):
                  "guiding_frame_index", "ref_latent", "disable_time_r", "control", "transformer_options")  # fmt: skip
     usual_prompt = 128
     one_length = False
-    free: ClassVar[Mapping[str, Range]] = {"T": Range(2, 97, _SUMMED), "G": Range(2, 33, MOST_GLYPHS)}
+    free: ClassVar[Mapping[str, Range]] = {
+        **VideoSizes.free, "T": Range(1, 97, _SUMMED), "I": Range(0, 29, 1 << 12), "G": Range(0, 33, MOST_GLYPHS)}
 
     @property
     def symbols(self) -> Mapping[str, Symbol]:
@@ -217,6 +219,7 @@ class _OnTokens(torch.nn.Module):
         super().__init__()
         write_out_norms(net)
         self.net = net
+        self.blocks = in_blocks((*net.double_blocks, *net.single_blocks))
 
     def forward(
         self, video: torch.Tensor, context: torch.Tensor, timestep: torch.Tensor, pe: torch.Tensor,

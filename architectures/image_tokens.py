@@ -35,7 +35,8 @@ class ImageTokenSizes:
     patch: int
     prompt_tokens: int
 
-    free: ClassVar[Mapping[str, Range]] = {}
+    free: ClassVar[Mapping[str, Range]] = {
+        "B": Range(1, 2, 64), "N": Range(1, 1000, 1 << 18), "T": Range(1, 130, 1 << 14)}
     per_step = True
     batch = "B"
     prompt = "T"

@@ -15,6 +15,7 @@ from comfy.ldm.krea2.model import SingleStreamBlock, SingleStreamDiT
 from comfy.utils import repeat_to_batch_size
 
 from . import Role
+from .blocks import in_blocks
 from .calls import Binding, EngineCall, Unsupported
 from .shapes import Dim, Sizes, TensorSpec
 from .token_sizes import BATCH, KEPT, PATCH, PICTURE, REFERENCE, TOKENS, TokenSizes, attended
@@ -173,6 +174,7 @@ class _OnTokens(torch.nn.Module):
     def __init__(self, net: SingleStreamDiT):
         super().__init__()
         self.net = net
+        self.blocks = in_blocks(net.blocks, _block)
 
     def forward(
         self, image: torch.Tensor, context: torch.Tensor, reference: torch.Tensor, timestep: torch.Tensor,
@@ -182,28 +184,33 @@ class _OnTokens(torch.nn.Module):
         h = torch.cat([_fused_text(net, context), net.first(torch.cat([image, reference], 1))], 1)
         time = net.tmlp(timestep_embedding(timestep, net.tdim).unsqueeze(1).to(h.dtype))
         of_references = net.tmlp(timestep_embedding(reference_timestep, net.tdim).unsqueeze(1).to(h.dtype))
-        times = net.tproj(time), net.tproj(of_references)
+        behind = pe_reference if pe_reference.shape[0] else None
+        times = net.tproj(time), None if behind is None else net.tproj(of_references)
         cos, sin = (torch.full_like(pe_image[0, :1, :, 0], value).expand(words, -1) for value in (1, 0))
         pe = torch.cat([torch.stack([cos, sin], -1), pe_image.flatten(0, 1), pe_reference])
         for block in net.blocks:
-            h = _block(block, h, times, words + picture, pe)
+            h = block(h, times, pe, behind)
         h = h[:, words : words + picture]
         scale, shift = (time + net.last.modulation.lin.to(time.dtype)).chunk(2, 1)
         return (net.last.linear((1 + scale) * _norm(net.last.norm, h) + shift),)
 
 
 def _block(
-    block: SingleStreamBlock, h: torch.Tensor, times: Sequence[torch.Tensor], own: int, pe: torch.Tensor
-) -> torch.Tensor:
-    """Native's block; the first ``own`` tokens have the first of ``times``, references the second."""
-    moved = [(time + block.mod.lin.to(time.dtype)).chunk(6, -1) for time in times]
+    block: SingleStreamBlock, h: torch.Tensor, times: Sequence[torch.Tensor | None], pe: torch.Tensor,
+    behind: torch.Tensor | None,
+) -> torch.Tensor:  # fmt: skip
+    """Native's block; ``behind`` has a row for each token of references, which have the second of ``times``."""
+    moved = [(time + block.mod.lin.to(time.dtype)).chunk(6, -1) for time in times if time is not None]
+
+    def parts(x: torch.Tensor) -> Sequence[torch.Tensor]:
+        own = None if behind is None else x.shape[1] - behind.shape[0]
+        return [x] if own is None else [x[:, :own], x[:, own:]]
 
     def scaled(x: torch.Tensor, scale: int, shift: int) -> torch.Tensor:
-        parts = x[:, :own], x[:, own:]
-        return torch.cat([(1 + m[scale]) * part + m[shift] for m, part in zip(moved, parts, strict=True)], 1)
+        return torch.cat([(1 + m[scale]) * part + m[shift] for m, part in zip(moved, parts(x), strict=True)], 1)
 
     def gated(x: torch.Tensor, gate: int) -> torch.Tensor:
-        return torch.cat([m[gate] * part for m, part in zip(moved, (x[:, :own], x[:, own:]), strict=True)], 1)
+        return torch.cat([m[gate] * part for m, part in zip(moved, parts(x), strict=True)], 1)
 
     h = h + gated(_attention(block.attn, scaled(_norm(block.prenorm, h), 0, 1), pe), 2)
     return h + gated(_mlp(block.mlp, scaled(_norm(block.postnorm, h), 3, 4)), 5)

@@ -10,9 +10,10 @@ from typing import Any, TypeVar
 
 import torch
 from comfy.ldm.flux.layers import EmbedND
-from comfy.ldm.qwen_image.model import Attention, QwenImageTransformer2DModel
+from comfy.ldm.qwen_image.model import Attention, QwenImageTransformer2DModel, QwenImageTransformerBlock
 
 from . import Role
+from .blocks import in_blocks
 from .calls import Binding, EngineCall, ResidualLayout, Unsupported
 from .rotary import write_out_norms
 from .shapes import Dim, Sizes, TensorSpec
@@ -195,10 +196,20 @@ def written_out(net: Net) -> Net:
     return net
 
 
+def _block(
+    block: QwenImageTransformerBlock, h: torch.Tensor, words: torch.Tensor, times: torch.Tensor, pe: torch.Tensor,
+    behind: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """Native's block; ``behind`` has a row for each token of references, which have the second half of ``times``."""
+    own = None if behind is None else h.shape[1] - behind.shape[0]
+    return QwenImageTransformerBlock.forward(block, h, words, None, times, pe, timestep_zero_index=own)
+
+
 class _OnTokens(torch.nn.Module):
     def __init__(self, net: QwenImageTransformer2DModel):
         super().__init__()
         self.net = written_out(net)
+        self.blocks = in_blocks(net.transformer_blocks, _block)
 
     def forward(
         self, image: torch.Tensor, context: torch.Tensor, reference: torch.Tensor, timestep: torch.Tensor,
@@ -210,8 +221,10 @@ class _OnTokens(torch.nn.Module):
         words = net.txt_in(net.txt_norm(context))
         time = net.time_text_embed(torch.cat([timestep, reference_timestep]), h)
         pe = torch.cat([pe_context, pe_image.flatten(0, 1), pe_reference])
+        behind = pe_reference if pe_reference.shape[0] else None
+        times = time if behind is not None else time.chunk(2)[0]
         for block, residual in zip(net.transformer_blocks, control, strict=True):
-            words, h = block(h, words, None, time, pe, timestep_zero_index=picture)
+            words, h = block(h, words, times, pe, behind)
             h = torch.cat([h[:, :picture] + residual, h[:, picture:]], 1)
         return (net.proj_out(net.norm_out(h[:, :picture], time.chunk(2)[0])),)
 
@@ -223,6 +236,7 @@ FILE_MARKS = ("transformer_blocks.0.txt_mod.1.", "transformer_blocks.0.attn.add_
 NEEDS = (
     "comfy.ldm.flux.layers:EmbedND.forward(self, ids)",
     "comfy.ldm.qwen_image.model:Attention",
+    "comfy.ldm.qwen_image.model:QwenImageTransformerBlock",
     "comfy.ldm.qwen_image.model:QwenImageTransformer2DModel.process_img(self, x, index, h_offset, w_offset)",
     "comfy.ldm.qwen_image.model:QwenImageTransformer2DModel._forward"
     "(self, x, timesteps, context, attention_mask, ref_latents, additional_t_cond, transformer_options, control, **)",

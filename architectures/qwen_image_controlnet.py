@@ -11,6 +11,7 @@ import torch
 from comfy.ldm.qwen_image.controlnet import QwenImageControlNetModel
 
 from . import Role
+from .blocks import in_blocks
 from .calls import Binding, EngineCall, ResidualLayout, Unsupported
 from .qwen_image import SIZES, places_of, tokens_of, written_out
 from .shapes import Dim, TensorSpec
@@ -23,7 +24,7 @@ class QwenImageControlNet(TokenSizes):
 
     name = "qwen_image_controlnet"
     role = Role.CONTROLNET
-    free = {"T": TokenSizes.free["T"]}
+    free = {symbol: served for symbol, served in TokenSizes.free.items() if symbol != "L"}
     arguments = ("x", "timesteps", "context", "attention_mask", "guidance", "ref_latents", "hint",
                  "transformer_options")  # fmt: skip
 
@@ -76,6 +77,7 @@ class _OnTokens(torch.nn.Module):
     def __init__(self, net: QwenImageControlNetModel):
         super().__init__()
         self.net = written_out(net)
+        self.blocks = in_blocks(net.transformer_blocks)
 
     def forward(
         self, image: torch.Tensor, hint: torch.Tensor, context: torch.Tensor, timestep: torch.Tensor,

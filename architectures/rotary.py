@@ -6,6 +6,7 @@ ComfyUI turns queries and keys with kernels of its own, which no exporter takes;
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -42,14 +43,14 @@ def rotated(wide: torch.Tensor, pe: torch.Tensor) -> torch.Tensor:
     return wide * both.flatten(-2) + partner * signed.flatten(-2)
 
 
+@dataclass(eq=False)
 class RotaryAttention:
     """Stands for ComfyUI's ``optimized_attention`` in one pass: turns, then scaled_dot_product_attention.
 
     q, k and v are (batch, heads, tokens, features), the result (batch, tokens, heads * features).
     """
 
-    def __init__(self, pe: torch.Tensor):
-        self._pe = pe
+    pe: torch.Tensor
 
     @property
     def options(self) -> dict[str, Any]:
@@ -68,7 +69,7 @@ class RotaryAttention:
     ) -> torch.Tensor:
         if mask is not None:
             raise NotImplementedError("masked attention has no place in these networks")
-        attended = F.scaled_dot_product_attention(turned(q, self._pe), turned(k, self._pe), v)
+        attended = F.scaled_dot_product_attention(turned(q, self.pe), turned(k, self.pe), v)
         return attended.transpose(1, 2).flatten(2)
 
 

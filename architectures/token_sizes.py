@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -57,7 +57,9 @@ class TokenSizes:
     one_length = False
     batch = "B"
     prompt = "T"
-    free = {"T": Range(2, 97, MOST["max_tokens"]), "L": Range(2, 4099, 1 << 16)}
+    free: ClassVar[Mapping[str, Range]] = {
+        "B": Range(1, 2, 64), "R": Range(1, 30, 1 << 10), "C": Range(1, 34, 1 << 10),
+        "T": Range(1, 97, MOST["max_tokens"]), "L": Range(0, 131, 1 << 17)}
     symbols = {
         "B": Symbol("batch"),
         "R": Symbol("height", PIXELS, "px"),
@@ -133,15 +135,12 @@ class TokenSizes:
         return [{s: {**size, "B": batch}.get(s, n) for s, n in usual.items()} for batch in batches]
 
     def call_words(self, call: Mapping[str, int]) -> str:
-        """See ``Architecture``: ``832x1216, 30 tokens``; the batch where it is not one; what a file leaves free."""
+        """See ``Architecture``: ``832x1216, 30 tokens``; the batch where it is not one, and tokens of references."""
         parts = [f"{self.pixels * call['C']}x{self.pixels * call['R']}"] if {"R", "C"} <= call.keys() else []
         if call.get("B", 1) != 1:
             parts.append(f"batch {call['B']}")
-        parts.append(f"{call['T']} tokens" if "T" in call else "any prompt")
-        if call.get("L"):
-            parts.append(f"{call['L']} reference tokens")
-        elif "L" not in call and "L" in self.free:
-            parts.append("any references")
+        parts += [f"{call['T']} tokens"] if "T" in call else []
+        parts += [f"{call['L']} reference tokens"] if call.get("L") else []
         return ", ".join(parts)
 
     def _span(self, sizes: Range) -> str:

@@ -39,7 +39,9 @@ class VideoSizes(TokenSizes):
 
     usual_prompt = 512
     one_length = True
-    free: ClassVar[Mapping[str, Range]] = {"T": Range(2, 97, MOST["max_tokens"])}
+    free: ClassVar[Mapping[str, Range]] = {
+        "B": Range(1, 2, 64), "F": Range(1, 5, 1 << 10), "R": Range(1, 16, 1 << 10), "C": Range(1, 14, 1 << 10),
+        "T": Range(1, 97, MOST["max_tokens"]), "I": Range(1, 263, 1 << 12), "V": Range(1, 3, 64)}
 
     @property
     def symbols(self) -> Mapping[str, Symbol]:

@@ -21,6 +21,7 @@ from comfy.ldm.wan.model import (
 )
 
 from . import Role
+from .blocks import in_blocks
 from .calls import Binding, EngineCall, Unsupported
 from .folded_activation import linear_behind
 from .rotary import write_out_norms
@@ -207,18 +208,19 @@ def _embedded(layer: torch.nn.Conv3d, tokens: torch.Tensor) -> torch.Tensor:
     return wide.to(tokens.dtype)
 
 
-def _in_frames(x: torch.Tensor, frames: int) -> torch.Tensor:
-    return x.reshape(x.shape[0], frames, -1, x.shape[2])
+def _in_frames(tokens: torch.Tensor, pe: torch.Tensor) -> torch.Tensor:
+    """Tokens in a row as those of frames; ``pe`` has the sizes."""
+    return tokens.unflatten(1, (pe.shape[0], pe.shape[1] * pe.shape[2]))
 
 
-def _moved(x: torch.Tensor, frames: int, shift: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """Scale and shift tokens, (batch, tokens, features), by what each frame has, (batch, frames, features)."""
-    return torch.addcmul(shift.unsqueeze(2), _in_frames(x, frames), 1 + scale.unsqueeze(2)).flatten(1, 2)
+def _moved(x: torch.Tensor, shift: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """Scale and shift tokens, (batch, frames, tokens of a frame, features), by what each frame has; in a row."""
+    return torch.addcmul(shift.unsqueeze(2), x, 1 + scale.unsqueeze(2)).flatten(1, 2)
 
 
-def _plus(x: torch.Tensor, frames: int, more: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
-    """Add to tokens as much as each frame says."""
-    return torch.addcmul(_in_frames(x, frames), _in_frames(more, frames), gate.unsqueeze(2)).flatten(1, 2)
+def _plus(x: torch.Tensor, more: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+    """Add tokens in a row to those of frames, as much as each frame says."""
+    return torch.addcmul(x, more.reshape_as(x), gate.unsqueeze(2))
 
 
 def _heads(layer: WanSelfAttention, x: torch.Tensor) -> torch.Tensor:
@@ -239,23 +241,31 @@ def _block(
     block: WanAttentionBlock, x: torch.Tensor, time: torch.Tensor, pe: torch.Tensor, words: torch.Tensor,
     clip: torch.Tensor | None,
 ) -> torch.Tensor:  # fmt: skip
-    """Native's block; ``time`` is (batch, frames, 6, features)."""
-    moved, frames = (block.modulation.to(x.dtype).unsqueeze(0) + time).unbind(2), pe.shape[0]
-    own, y = block.self_attn, _moved(block.norm1(x), frames, moved[0], moved[1])
+    """Native's block.
+
+    Args:
+        x: (batch, frames, tokens of a frame, features): so no size has to be divided by another.
+        time: (batch, frames, 6, features).
+        pe: (tokens, angles, 2).
+    """
+    moved = (block.modulation.to(x.dtype).unsqueeze(0) + time).unbind(2)
+    own, y = block.self_attn, _moved(block.norm1(x), moved[0], moved[1])
     q, k = (_heads(own, t) for t in (own.norm_q(own.q(y)), own.norm_k(own.k(y))))
-    x = _plus(x, frames, own.o(attended(q, k, _heads(own, own.v(y)), pe.flatten(0, 2))), moved[2])
-    x = x + _cross(block.cross_attn, block.norm3(x), words, clip)
-    y, ffn = _moved(block.norm2(x), frames, moved[3], moved[4]), block.ffn
+    x = _plus(x, own.o(attended(q, k, _heads(own, own.v(y)), pe)), moved[2])
+    x = x + _cross(block.cross_attn, block.norm3(x).flatten(1, 2), words, clip).reshape_as(x)
+    y, ffn = _moved(block.norm2(x), moved[3], moved[4]), block.ffn
     fed = linear_behind(ffn[2], ffn[0](y), "gelu_tanh") if type(ffn) is _FOLDING else ffn(y)
-    return _plus(x, frames, fed, moved[5])
+    return _plus(x, fed, moved[5])
 
 
 class _Controls:
     """The control videos of one call, on their way beside the video."""
 
-    def __init__(self, net: VaceWanModel, x: torch.Tensor, strengths: torch.Tensor, videos: torch.Tensor):
+    def __init__(
+        self, net: VaceWanModel, x: torch.Tensor, pe: torch.Tensor, strengths: torch.Tensor, videos: torch.Tensor
+    ):
         self._net, self._start, self._strengths = net, x, strengths
-        self._c = _embedded(net.vace_patch_embedding, videos)
+        self._c = _in_frames(_embedded(net.vace_patch_embedding, videos), pe)
 
     def add(self, number: int, x: torch.Tensor, time: torch.Tensor, pe: torch.Tensor, words: torch.Tensor):
         """Return the video's tokens with what the control videos add behind a block, if they add something there."""
@@ -264,9 +274,9 @@ class _Controls:
             return x
         block, count = self._net.vace_blocks[own], self._strengths.shape[0]
         if block.block_id == 0:
-            self._c = block.before_proj(self._c) + self._start.repeat(count, 1, 1)
-        self._c = _block(block, self._c, time.repeat(count, 1, 1, 1), pe, words.repeat(count, 1, 1), None)
-        added = block.after_proj(self._c).reshape(count, *x.shape).float() * self._strengths.reshape(-1, 1, 1, 1)
+            self._c = block.before_proj(self._c) + self._start.repeat(count, 1, 1, 1)
+        self._c = block(self._c, time.repeat(count, 1, 1, 1), pe, words.repeat(count, 1, 1), None)
+        added = block.after_proj(self._c).unflatten(0, (count, -1)).float() * self._strengths.reshape(-1, 1, 1, 1, 1)
         return x + added.to(x.dtype).sum(0)
 
 
@@ -275,25 +285,27 @@ class _OnTokens(torch.nn.Module):
         super().__init__()
         write_out_norms(net)
         self.net = net
+        self.blocks = in_blocks((*net.blocks, *getattr(net, "vace_blocks", ())), _block)
 
     def forward(
         self, video: torch.Tensor, context: torch.Tensor, timestep: torch.Tensor, pe: torch.Tensor,
         *more: torch.Tensor,
     ) -> tuple[torch.Tensor]:  # fmt: skip
         net, dtype = self.net, video.dtype
-        x = _embedded(net.patch_embedding, video)
+        x = _in_frames(_embedded(net.patch_embedding, video), pe)
+        places = pe.flatten(0, 2)
         time = net.time_embedding(_waves(net.freq_dim, timestep).to(dtype))
         moves = net.time_projection(time).unflatten(-1, (6, -1))
         words = net.text_embedding(context)
         clip = net.img_emb(more[0]) if net.img_emb is not None else None
-        controls = _Controls(net, x, *more) if isinstance(net, VaceWanModel) else None
+        controls = _Controls(net, x, pe, *more) if isinstance(net, VaceWanModel) else None
         for number, block in enumerate(net.blocks):
-            x = _block(block, x, moves, pe, words, clip)
+            x = block(x, moves, places, words, clip)
             if controls is not None:
-                x = controls.add(number, x, moves, pe, words)
+                x = controls.add(number, x, moves, places, words)
         last = net.head
         shift, scale = (last.modulation.to(dtype).unsqueeze(0) + time.unsqueeze(2)).unbind(2)
-        return (last.head(_moved(last.norm(x), pe.shape[0], shift, scale)),)
+        return (last.head(_moved(last.norm(x), shift, scale)),)
 
 
 SIZES = Sizes("Wan", 256, 640, 1280, max_tokens=512)

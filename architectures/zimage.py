@@ -18,6 +18,7 @@ from comfy.ldm.common_dit import pad_to_patch_size
 from comfy.ldm.lumina.model import JointTransformerBlock, NextDiT, pos_ids_x
 
 from . import Role
+from .blocks import in_blocks
 from .calls import Binding, EngineCall, PerImagePass, Unsupported
 from .rotary import rotated
 from .shapes import TOKEN_STEP, Dim, Examples, Picture, Profile, Range, RequestedSizes, Sizes, Symbol, TensorSpec
@@ -40,7 +41,8 @@ class TokenSizes:
 
     sizes = Sizes("Z-Image", 512, 1024, 1536, max_tokens=7 * TOKEN_STEP)
     batch, prompt = "B", "T"
-    free: ClassVar[Mapping[str, Range]] = {}
+    free: ClassVar[Mapping[str, Range]] = {
+        "B": Range(1, 2, 64), "N": Range(1, 33, 1 << 13), "T": Range(1, 3, 1 << 9)}
     per_step = True
     small: ClassVar[Sequence[dict[str, int]]] = ({"B": 1, "N": 2, "T": 2}, {"B": 2, "N": 3, "T": 1})
     symbols = {
@@ -312,6 +314,7 @@ class _OnTokens(torch.nn.Module):
     def __init__(self, net: NextDiT):
         super().__init__()
         self.net = net
+        self.blocks = in_blocks((*net.noise_refiner, *net.layers), block)
 
     def forward(
         self,
@@ -325,10 +328,10 @@ class _OnTokens(torch.nn.Module):
         net = self.net
         x, time = started(net, picture, padding, timesteps)
         for layer in net.noise_refiner:
-            x = block(layer, x, picture_places, time)
+            x = layer(x, picture_places, time)
         x, places = torch.cat([prompt, x], 1), torch.cat([prompt_places, picture_places])
         for layer in net.layers:
-            x = block(layer, x, places, time)
+            x = layer(x, places, time)
         return finished(net, x[:, prompt.shape[1] :], time)
 
 

@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +18,7 @@ from comfy.ldm.common_dit import pad_to_patch_size
 from comfy.ldm.lumina.controlnet import ZImage_Control, ZImageControlTransformerBlock
 
 from . import Role
+from .blocks import in_blocks
 from .calls import Binding, EngineCall, PerImagePass, Unsupported
 from .model_patches import AbsorbedPatch, WithCompanion
 from .shapes import Dim, Picture, Profile, Range, RequestedSizes, Symbol, TensorSpec
@@ -39,6 +40,7 @@ class FunSizes(TokenSizes):
     """The sizes of Z-Image, and the tokens of the control image: as many as the picture has without padding."""
 
     small = ({"B": 1, "N": 2, "T": 2, "C": 50}, {"B": 2, "N": 3, "T": 1, "C": 70})
+    free: ClassVar[Mapping[str, Range]] = {**TokenSizes.free, "C": Range(1, 1041, 1 << 18)}
     symbols = {**TokenSizes.symbols, "C": Symbol("control tokens")}
 
     def profile(self, asked: RequestedSizes) -> Profile:
@@ -194,8 +196,10 @@ class _WithFun(torch.nn.Module):
 
     def __init__(self, both: WithCompanion):
         super().__init__()
-        self.net = both.base
-        self.fun = both.companion
+        self.net, self.fun = both.base, both.companion
+        net, fun = self.net, self.fun
+        layers = *net.noise_refiner, *net.layers, *fun.control_layers, *fun.control_noise_refiner
+        self.blocks = in_blocks(layers, block)
 
     def forward(
         self,
@@ -213,10 +217,10 @@ class _WithFun(torch.nn.Module):
         control_places = picture_places[: control.shape[1]]
         if not fun.refiner_control:
             for layer in fun.control_noise_refiner:
-                control = block(layer, control, control_places, time)
+                control = layer(control, control_places, time)
         unrefined = x
         for layer, own in zip(net.noise_refiner, _refining(fun), strict=True):
-            x = block(layer, x, picture_places, time)
+            x = layer(x, picture_places, time)
             given = []
             for one in own:
                 skip, control = _control_block(one, control, unrefined, control_places, time)
@@ -227,7 +231,7 @@ class _WithFun(torch.nn.Module):
         x, places = torch.cat([prompt, x], 1), torch.cat([prompt_places, picture_places])
         blocks = {_every(fun) * i: one for i, one in enumerate(fun.control_layers)}
         for i, layer in enumerate(net.layers):
-            x = block(layer, x, places, time)
+            x = layer(x, places, time)
             if i in blocks:
                 skip, control = _control_block(blocks[i], control, refined, control_places, time)
                 x = _added(x, skip, strength, before)
@@ -254,7 +258,7 @@ def _control_block(
     """Compute what is added to the picture's tokens, and the control's tokens for the next block."""
     if layer.block_id == 0:
         control = layer.before_proj(control) + x[:, : control.shape[1]]
-    control = block(layer, control, places, time)
+    control = layer(control, places, time)
     return layer.after_proj(control), control
 
 

@@ -52,6 +52,11 @@ def structure_hash(module: torch.nn.Module, live: bool = False) -> str:
     return known[key]
 
 
+def structure_lines(module: torch.nn.Module) -> tuple[str, ...]:
+    """The names, shapes and settings of a network, or of one of its layers, in words."""
+    return tuple(_lines(module, _Told()))
+
+
 class _Told:
     """The layers and objects that are told already, or being told."""
 

@@ -24,6 +24,8 @@ from collections.abc import Mapping
 
 import torch
 
+from ..architectures import architectures
+from ..architectures.calls import serves_every_size
 from ..backends import Progress, backends
 from ..engine_library import BuildError
 from .resources import CGROUP, available_bytes, needed_bytes
@@ -51,8 +53,12 @@ ACTIVATIONS = 30
 
 
 def run_step(task: Task, progress: Progress, log_line: Log, environment: Mapping[str, str]) -> dict:
-    """Do a task of ``worker.steps`` as ``run_in_worker`` does, with helpers where it compiles and they have room."""
-    count = room_for_processes(task) if task["step"] == "compile" else 0
+    """Do a task of ``worker.steps`` as ``run_in_worker`` does, with helpers where it compiles a whole and has room.
+
+    Networks in blocks need none: one process compiles each kind in seconds.
+    """
+    cut = task["step"] == "compile" and not serves_every_size(architectures()[task["architecture"]])
+    count = room_for_processes(task) if cut else 0
     if count < 2:
         return run_in_worker(task, progress, log_line, environment)
     reached = 0.0

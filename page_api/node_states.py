@@ -15,6 +15,7 @@ from dataclasses import asdict, replace
 import torch
 
 from ..architectures import architectures, profile_words
+from ..architectures.calls import words_of
 from ..architectures.shapes import Profile
 from ..backends import AUTO, backends
 from ..backends.lookup import look_up_known, takes_any_weights, wanted_profile
@@ -343,7 +344,7 @@ def _union_json(engines: Sequence[Engine], known: NodeRecord) -> dict:
     profiles, wanted = [e.manifest.identity.profile for e in engines], Profile.from_json(known.profile)
     wanted = backend.engine_profile(wanted)
     calls, live = [call for engine in engines for call in backend.sizes(engine)], backend.runs_live_weights
-    words = map(architecture.call_words, calls) if live and calls else [
+    words = [words_of(architecture, call) for call in calls] if live and calls else [
         profile_words(identity.architecture, profile) for profile in profiles
     ]
     return engine_json(engines[0]) | {

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from ..architectures import symbols_of
-from ..architectures.calls import RequestedCalls, UncoveredCall
+from ..architectures.calls import EVERY_SIZE, RequestedCalls, UncoveredCall, file_sizes, words_of
 from ..architectures.shapes import outside
 from ..backends import Backend, BuildSizes
 from ..backends.lookup import backends_for, takes_any_weights
@@ -95,8 +95,11 @@ def _not_compiled(handle: EngineHandle) -> str:
     """Name the calls that are asked for and that no file is for."""
     builder = backends_for(handle.network, handle.choice.backend)[0]
     calls = [call for part in to_build(handle, builder) for call in part.calls]
-    words = dict.fromkeys(map(handle.network.architecture().call_words, calls))
+    architecture = handle.network.architecture()
+    words = dict.fromkeys(words_of(architecture, file_sizes(architecture, call)) for call in calls)
     how = "as a CUDA graph" if handle.network.device.type == "cuda" else "eagerly"
+    if EVERY_SIZE in words:
+        return f". Not compiled yet: runs {how}; build to have it compiled for {EVERY_SIZE}"
     return f". Not compiled for {'; '.join(words)}: runs {how}; build to add that" if words else ""
 
 

@@ -165,7 +165,7 @@ def test_a_graph_for_all_sizes_computes_what_native_does(layout: str, tmp_path: 
 
 
 @COMPILES
-@pytest.mark.slow  # ``test_free_sizes.py`` and ``test_new_family.py`` compile networks in tokens in CI
+@pytest.mark.slow  # ``test_blocks.py`` and ``test_zimage.py`` compile networks in tokens in CI
 @pytest.mark.parametrize("layout", ["dev", "klein"])
 def test_a_compiled_file_computes_what_native_does(layout: str, tmp_path: Path) -> None:
     net = network(layout)

@@ -18,9 +18,9 @@ from fake_recorder import Recorder
 from hybrid_trt.architectures.quantised_linear import multiplies_in_fp8
 from hybrid_trt.architectures.shapes import RequestedSizes, sample_inputs
 from hybrid_trt.backends import backends
-from hybrid_trt.backends.torch_inductor.additions_in_place import is_write, take_out_writes
+from hybrid_trt.backends.torch_inductor import compile_kinds
 from hybrid_trt.backends.torch_inductor.compiled import lifted, traced
-from hybrid_trt.backends.torch_inductor.free_sizes import FreeSizes
+from hybrid_trt.backends.torch_inductor.quantised_graph import is_write
 from hybrid_trt.backends.torch_inductor.session import LiveSession
 from hybrid_trt.comfy_model.live_weights import LiveWeights
 from hybrid_trt.comfy_model.network import NativeNetwork
@@ -134,25 +134,29 @@ def test_the_graph_has_native_s_product_and_writes_only_where_that_is_read_later
 
 
 @pytest.mark.parametrize("name", ["tiny_flux1_unet", "tiny_wan"])
-def test_a_network_that_comfyui_loads_so_can_be_compiled_by_several_processes(
+def test_blocks_of_a_network_that_comfyui_loads_so_multiply_in_fp8(
     name: str, environment: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(model_management, "supports_fp8_compute", lambda *_: True)
     file = tiny_models.make(environment.base / "models", [name])[name]
     chosen = {"dtype": FP8, "fp8_optimizations": True}  # as UNETLoader hands it on
     net = NativeNetwork.of_model(comfy.sd.load_diffusion_model(str(file), model_options=chosen), name)
-    layers, architecture = len(fast_layers(net)), net.architecture()
-    assert layers > 20
+    architecture = net.architecture()
+    assert len(fast_layers(net)) > 20
     weights = LiveWeights(net, torch.float32, False)
     weights.sync_from(net.patcher)
     function, specs = architecture.function(weights.module), architecture.engine_inputs(net.module, "float32")
     profile = architecture.profile(RequestedSizes(32, 64, 256))
     call = {symbol: served.opt for symbol, served in (profile.ranges | architecture.free).items()}
-    tensors, given = lifted(function), list(sample_inputs(specs, call, seed=1).values())
-    graph, _ = traced(function, [*tensors.values()], [*tensors], given, (), free=FreeSizes(specs, architecture.free))
-    targets = Counter(str(node.target) for node in graph.graph.nodes)
-    assert targets["aten._scaled_mm.default"] >= layers
-    take_out_writes(graph)
+    given = list(sample_inputs(specs, call, seed=1).values())
+    calls = compile_kinds.calls_of_blocks(function, given, None)
+    for block, call in zip(function.blocks, calls, strict=True):
+        layers = sum(map(multiplies_in_fp8, block.modules()))
+        alone, inputs = compile_kinds.BlockFunction(block, call.form), [torch.randn(t.shape) for t in call.inputs]
+        tensors = lifted(alone)
+        graph, _ = traced(alone, [*tensors.values()], [*tensors], inputs, ())
+        targets = Counter(str(node.target) for node in graph.graph.nodes)
+        assert targets["aten._scaled_mm.default"] == layers
 
 
 @pytest.mark.parametrize("processes", [0, pytest.param(2, marks=pytest.mark.slow)])

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -22,9 +23,10 @@ from ...sessions import gpu_timing
 from ...sessions.cuda_graphs import GraphCache
 from .. import LiveTask, Progress
 from . import attention, quantised_graph
+from .compile_kinds import compile_kinds
 from .compiled import Compiled, compile_in_parts, compile_to_file, file_name, lifted
 from .cpu import cpu_kind
-from .free_sizes import FreeSizes
+from .kinds import InBlocks, Kinds
 from .opened_files import open_file
 
 log = logging.getLogger(__name__)
@@ -36,8 +38,8 @@ In half precision it holds only where float32 cannot be had, see ``yardstick``. 
 kernels are torch's own, fused anew.
 """
 
-OTHER = 37
-"""A file of free sizes is also tried with sizes that are larger by this than those that it was compiled with."""
+MORE = 8
+"""A file of free sizes is also tried with sizes that are larger by such a part than those that it was compiled with."""
 
 
 def compile_network(function: torch.nn.Module, task: LiveTask, progress: Progress) -> dict:
@@ -67,19 +69,19 @@ def compile_network(function: torch.nn.Module, task: LiveTask, progress: Progres
         begun = [_begin(task, function, weights, names, sizes, kernel)
                  for sizes, (kernel, _) in zip(task.sizes, chosen, strict=True)]  # fmt: skip
     for i, sizes in enumerate(task.sizes):
-        progress(f"compiling for batch {_batch(task, sizes)}{among}", 0.05 + 0.8 * i / len(task.sizes))
+        progress(f"compiling{_batch(task, sizes, ' for batch ')}{among}", 0.05 + 0.8 * i / len(task.sizes))
         with _told():
             begun[i]()
         now = time.perf_counter()
         seconds[f"compile_{Path(_name(task, sizes)).stem}"], started = now - started, now
     first = None
     for i, (sizes, (kernel, timed)) in enumerate(zip(task.sizes, chosen, strict=True)):
-        progress(f"comparing batch {_batch(task, sizes)} with the normal model", 0.85 + 0.12 * i / len(task.sizes))
-        compiled = open_file(task.folder / _name(task, sizes))
+        progress(f"comparing{_batch(task, sizes, ' batch ')} with the normal model", 0.85 + 0.12 * i / len(task.sizes))
+        compiled = _runner(function, weights, open_file(task.folder / _name(task, sizes)))
         for case in _cases(task, sizes):
             given = _inputs(task, case)
             with torch.inference_mode():
-                results = compiled(*weights, *given)
+                results = compiled(*given)
             found = _compared(function, given, results, task.outputs, case, task.precision)
             record.append({**case, **found, **({"attention": kernel, "attention_ms": timed} if timed else {})})
         first = first or compiled
@@ -87,7 +89,7 @@ def compile_network(function: torch.nn.Module, task: LiveTask, progress: Progres
     figures = {"cpu": cpu_kind()} if task.device.type == "cpu" else {}
     if task.device.type == "cuda":
         progress("measuring", 0.97)
-        figures = _figures(function, first, weights, _inputs(task, task.sizes[0]))
+        figures = _figures(function, first, _inputs(task, task.sizes[0]))
     seconds["compare"] = time.perf_counter() - started
     return {
         "files": [_name(task, sizes) for sizes in task.sizes],
@@ -113,13 +115,17 @@ def _cases(task: LiveTask, sizes: dict[str, int]) -> list[dict[str, int]]:
     free = {symbol: task.free[symbol] for symbol in task.left_free(sizes)}
     if not free:
         return [sizes]
-    least = {symbol: served.min for symbol, served in free.items()}
-    more = {symbol: min(sizes[symbol] + OTHER, served.max) for symbol, served in free.items()}
-    return [sizes, {**sizes, **least}, {**sizes, **more}]
+    least = {symbol: max(1, served.min) for symbol, served in free.items()}
+    more = {symbol: min(sizes[symbol] + max(1, sizes[symbol] // MORE), served.max) for symbol, served in free.items()}
+    without = {symbol: 0 for symbol, served in free.items() if served.min == 0}
+    cases = [{**sizes, **changes} for changes in ({}, least, more)]
+    return [*cases, *({**case, **without} for case in cases if without)]
 
 
-def _batch(task: LiveTask, sizes: dict[str, int]) -> int:
-    return next((spec.shape(sizes)[0] for spec in task.inputs), 1)
+def _batch(task: LiveTask, sizes: dict[str, int], word: str) -> str:
+    """Words for the batch that a file is for; none where it leaves all sizes free."""
+    whole = len(task.left_free(sizes)) < len(sizes)
+    return f"{word}{next((spec.shape(sizes)[0] for spec in task.inputs), 1)}" if whole else ""
 
 
 def _inputs(task: LiveTask, sizes: dict[str, int]) -> list[torch.Tensor]:
@@ -132,20 +138,16 @@ def _begin(
     kernel: str | None,
 ) -> Callable[[], object]:  # fmt: skip
     """Begin to compile a size and return what ends with its file: all of it where this process is alone."""
+    path = task.folder / _name(task, sizes)
+    if getattr(function, "blocks", None):
+        calls = [_inputs(task, case) for case in _cases(task, sizes)]
+        return lambda: path.write_bytes(compile_kinds(function, calls, kernel))
     late = [i for i, spec in enumerate(task.inputs) if spec.late]
-    arguments = (function, weights, names), (task.folder / _name(task, sizes), kernel, late)
-    served = {symbol: task.free[symbol] for symbol in task.left_free(sizes)}
-
-    def free() -> FreeSizes | None:
-        return FreeSizes(task.inputs, served) if served else None
-
+    arguments = (function, weights, names), (path, kernel, late)
     if task.submit is not None:
         parts = max(1, task.processes // len(task.sizes))  # each costs some seconds of its own
-        try:
-            return compile_in_parts(task.submit, parts, *arguments[0], _inputs(task, sizes), *arguments[1], free())
-        except ValueError as error:
-            log.warning("Hybrid TRT: one process compiles the network, which cannot be cut (%s)", error)
-    return lambda: compile_to_file(*arguments[0], _inputs(task, sizes), *arguments[1], free())
+        return compile_in_parts(task.submit, parts, *arguments[0], _inputs(task, sizes), *arguments[1])
+    return lambda: compile_to_file(*arguments[0], _inputs(task, sizes), *arguments[1])
 
 
 @contextmanager
@@ -162,13 +164,21 @@ def _told() -> Iterator[None]:
         ) from error
 
 
-def _figures(function: torch.nn.Module, compiled: Compiled, weights: list, given: list) -> dict:
+def _runner(function: torch.nn.Module, weights: Sequence[torch.Tensor], opened: Compiled | Kinds) -> Compiled:
+    """A network's outputs for its inputs by what was compiled."""
+    if isinstance(opened, Kinds):
+        own = [list(lifted(block).values()) for block in function.blocks]
+        return InBlocks(function, opened, lambda: own)
+    return partial(opened, *weights)
+
+
+def _figures(function: torch.nn.Module, compiled: Compiled, given: list) -> dict:
     """Milliseconds of a call, plain and as a prompt makes it; none where they cannot be taken: no engine needs them."""
     graphs = GraphCache(given[0].device)
     names = [str(i) for i in range(len(given))]
     try:
         def run(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-            results = compiled(*weights, *(tensors[name] for name in names))
+            results = compiled(*(tensors[name] for name in names))
             return {str(i): result for i, result in enumerate(results)}
 
         with torch.inference_mode(), best_attention(given[0].device):

@@ -23,11 +23,10 @@ from ...comfy_model.torch_kernels import best_attention
 from ...engine_library import BuildError
 from .. import Submit
 from . import inductor_tuning, late_inputs, parts, quantised_graph
-from .additions_in_place import take_out_writes
 from .cache_folder import keep_others_out
 
 if TYPE_CHECKING:
-    from .free_sizes import FreeSizes
+    from .compile_kinds import FreeDimensions
 
 log = logging.getLogger(__name__)
 
@@ -40,9 +39,12 @@ OLDEST_TORCH = (2, 11)
 PARTS_HEADER = b"compiled in parts\n"
 """First bytes of a file that holds several of Inductor's."""
 
+KINDS_HEADER = b"compiled by kinds of blocks\n"
+"""First bytes of a file that holds one of Inductor's for each kind of block."""
+
 _FILE_NAME = re.compile(r"[A-Z]{1,4}[0-9]*(-[A-Z]{1,4}[0-9]*)*\.bin")
 
-FORMAT = 7
+FORMAT = 8
 """Raise this when older files would be called wrongly or run much slower: they become stale."""
 
 OBJECTS = 20_000
@@ -111,9 +113,8 @@ def compile_to_file(
     path: Path,
     attention: str | None = None,
     late: Collection[int] = (),
-    free: FreeSizes | None = None,
 ) -> Compiled:
-    """Compile ``function`` for exactly these sizes and strides, but for sizes that are left free.
+    """Compile ``function`` for exactly these sizes and strides.
 
     Args:
         function: its parameters and buffers are called ``names``; their values are ``weights``. See ``lifted``.
@@ -121,15 +122,12 @@ def compile_to_file(
         path: where to keep the result.
         attention: the kernel that attention takes; None for the usual one.
         late: which of ``inputs``, by number, may come while it runs.
-        free: what is left free; None for nothing.
     """
     keep_others_out()
     let_kernels_be_recorded()  # who opens the file in this process may get these very kernels
     with torch.inference_mode(False), torch.no_grad(), best_attention(inputs[0].device, attention):
-        graph, given = traced(function, weights, names, inputs, late, free=free)
-        compiled = by_inductor(graph, given, free)
-        if free is not None:
-            free.check()
+        graph, given = traced(function, weights, names, inputs, late)
+        compiled = by_inductor(graph, given)
     compiled.save(path=str(path))
     return compiled
 
@@ -144,23 +142,15 @@ def compile_in_parts(
     path: Path,
     attention: str | None = None,
     late: Collection[int] = (),
-    free: FreeSizes | None = None,
 ) -> Callable[[], None]:
     """Begin ``compile_to_file``, whose arguments these are, in ``count`` parts that other processes compile.
 
     Returns:
         A function that waits for them and puts them together.
-
-    Raises:
-        ValueError: the network cannot be cut: it has sizes of a form that a part cannot have, or writes in place
-            as ``take_out_writes`` refuses.
     """
     with torch.inference_mode(False), torch.no_grad(), best_attention(inputs[0].device, attention):
-        graph, _ = traced(function, weights, names, inputs, late, functional=free is None, free=free)
-    if free is not None:
-        free.check()
-        take_out_writes(graph)
-    cut, outputs = parts.in_parts(graph, count, None if free is None else free.traced())
+        graph, _ = traced(function, weights, names, inputs, late, functional=True)
+    cut, outputs = parts.in_parts(graph, count)
     plans = [(part.takes, part.gives) for part in cut]
     running = [submit(compile_part, part.contents, attention) for part in cut]
 
@@ -174,16 +164,13 @@ def compile_part(contents: bytes, attention: str | None) -> bytes:
     """Inductor's file of a part; this runs in the process that was chosen for it."""
     keep_others_out()
     let_kernels_be_recorded()
-    graph, given, free = parts.opened(contents)
+    graph, given = parts.opened(contents)
     with (
         torch.inference_mode(False), torch.no_grad(), best_attention(given[0].device, attention),
         tempfile.TemporaryDirectory() as folder,
     ):  # fmt: skip
         path = Path(folder) / "compiled"
-        compiled = by_inductor(graph, given, free)
-        if free is not None:
-            free.check()
-        compiled.save(path=str(path))
+        by_inductor(graph, given).save(path=str(path))
         return path.read_bytes()
 
 
@@ -205,7 +192,7 @@ def traced(
     inputs: Sequence[torch.Tensor],
     late: Collection[int],
     functional: bool = False,
-    free: FreeSizes | None = None,
+    free: FreeDimensions | None = None,
 ) -> tuple[torch.fx.GraphModule, list[torch.Tensor]]:
     """The network as a graph, and examples of what that takes: weights, then inputs.
 
@@ -247,7 +234,7 @@ def _refuse_numbers(graph: torch.fx.GraphModule) -> None:
 
 
 @_few_searches_for_garbage()
-def by_inductor(graph: torch.fx.GraphModule, given: Sequence[torch.Tensor], free: FreeSizes | None = None) -> Any:
+def by_inductor(graph: torch.fx.GraphModule, given: Sequence[torch.Tensor], free: FreeDimensions | None = None) -> Any:
     """Return what Inductor makes of a graph; examples of what that takes may be fake tensors."""
     import torch._inductor
 

@@ -196,7 +196,7 @@ def keep_channels_last(graph: torch.fx.GraphModule) -> None:
         return
     for node in graph.graph.find_nodes(op="call_function", target=aten.cat.default):
         value = node.meta["val"]
-        if value.ndim != 4 or value.device.type != "cuda":
+        if value.ndim != 4 or value.device.type != "cuda" or list(node.args[1:]) != [1]:  # no channels
             continue
         strides = torch.empty(value.shape, device="meta").to(memory_format=torch.channels_last).stride()
         with graph.graph.inserting_after(node):

@@ -14,6 +14,7 @@ from ...comfy_model.network import NativeNetwork
 from ...comfy_model.torch_kernels import best_attention
 from ...sessions.per_image_cache import PerImagePasses
 from .compiled import Compiled, lifted
+from .kinds import InBlocks, Kinds
 
 if TYPE_CHECKING:
     from comfy.model_patcher import ModelPatcher
@@ -51,8 +52,9 @@ class LiveNetwork:
         layers = set(copy.modules())
         self.function = architecture.function(copy)
         self.weights.forget(layers.difference(copy.modules()))
-        self._compiled: dict[Sizes, Compiled] = {}
+        self._compiled: dict[Sizes, Compiled | InBlocks] = {}
         self._flat: list[torch.Tensor] = []
+        self._of_blocks: list[list[torch.Tensor]] = []
         self._flat_of = -1
 
     def sync_from(self, patcher: ModelPatcher, thorough: bool = True) -> None:
@@ -62,21 +64,34 @@ class LiveNetwork:
     def release(self) -> None:
         """Give the weights' memory back; the next ``sync_from`` starts anew."""
         self.weights.release()
-        self._flat = []
+        self._flat, self._of_blocks, self._flat_of = [], [], -1
+
+    def _find_weights(self) -> None:
+        """Find the weights anew where a tensor has moved, in the order that compiled files take them in."""
+        if self._flat_of != self.weights.generation:
+            self._flat = list(lifted(self.function).values())
+            blocks = getattr(self.function, "blocks", ())
+            self._of_blocks = [list(lifted(block).values()) for block in blocks]
+            self._flat_of = self.weights.generation
 
     def flat_weights(self) -> list[torch.Tensor]:
         """The weights in the order that compiled files take them in."""
-        if self._flat_of != self.weights.generation:
-            self._flat = list(lifted(self.function).values())
-            self._flat_of = self.weights.generation
+        self._find_weights()
         return self._flat
 
-    def add_compiled(self, sizes: Sizes, compiled: Compiled) -> None:
+    def _weights_of_blocks(self) -> list[list[torch.Tensor]]:
+        self._find_weights()
+        return self._of_blocks
+
+    def add_compiled(self, sizes: Sizes, compiled: Compiled | Kinds) -> None:
         """Use ``compiled`` for calls of exactly these sizes."""
-        self._compiled[sizes] = compiled
+        in_blocks = isinstance(compiled, Kinds)
+        self._compiled[sizes] = InBlocks(self.function, compiled, self._weights_of_blocks) if in_blocks else compiled
 
     def forget_compiled(self, sizes: Sizes) -> None:
-        del self._compiled[sizes]
+        compiled = self._compiled.pop(sizes)
+        if isinstance(compiled, InBlocks):
+            compiled.close()
 
     def has_compiled(self, symbols: Mapping[str, int]) -> bool:
         """Tell whether calls of these sizes run compiled."""
@@ -87,5 +102,10 @@ class LiveNetwork:
         given = [inputs[spec.name] for spec in self.inputs]
         compiled = self._compiled.get(sizes)
         with best_attention(self.device):
-            results = compiled(*self.flat_weights(), *given) if compiled else self.function(*given)
+            if compiled is None:
+                results = self.function(*given)
+            elif isinstance(compiled, InBlocks):
+                results = compiled(*given)
+            else:
+                results = compiled(*self.flat_weights(), *given)
         return {spec.name: result for spec, result in zip(self.outputs, results, strict=True)}

@@ -16,21 +16,22 @@ import torch
 
 from . import other_gpu, parts
 from .cache_folder import keep_others_out
-from .compiled import PARTS_HEADER, Compiled, let_kernels_be_recorded
+from .compiled import KINDS_HEADER, PARTS_HEADER, Compiled, let_kernels_be_recorded
+from .kinds import Kind, Kinds
 
 log = logging.getLogger(__name__)
 
-_opened: dict[tuple[bytes, int | None], Compiled] = {}
+_opened: dict[tuple[bytes, int | None], Compiled | Kinds] = {}
 """By a file's hash and its GPU. A program has no weights, and calls do not change it."""
 _lock = threading.Lock()
 
 
-def open_file(path: Path) -> Compiled:
+def open_file(path: Path) -> Compiled | Kinds:
     """Open a file of ``compile_to_file`` or ``compile_in_parts`` that this process has just written."""
     return _open(path.read_bytes(), None)
 
 
-def open_contents(contents: bytes, device: torch.device) -> Compiled:
+def open_contents(contents: bytes, device: torch.device) -> Compiled | Kinds:
     """Open what such a file holds, or return what was opened before: a pickle, which the caller knows to be ours."""
     key = hashlib.sha256(contents).digest(), device.index if device.type == "cuda" else None
     with _lock:
@@ -39,13 +40,16 @@ def open_contents(contents: bytes, device: torch.device) -> Compiled:
         return _opened[key]
 
 
-def _open(contents: bytes, gpu: int | None) -> Compiled:
+def _open(contents: bytes, gpu: int | None) -> Compiled | Kinds:
     import torch._inductor.config
 
     keep_others_out()
     let_kernels_be_recorded()
     # nothing is compiled here, and starting Inductor's pool of compilers would keep all cores busy for seconds
     with torch._inductor.config.patch(compile_threads=1), torch.inference_mode(False), torch.no_grad():
+        if contents.startswith(KINDS_HEADER):
+            of, kinds = pickle.loads(contents[len(KINDS_HEADER):])
+            return Kinds(of, [Kind(**kind) for kind in kinds], [_one(kind["contents"], gpu) for kind in kinds])
         if not contents.startswith(PARTS_HEADER):
             return _one(contents, gpu)
         each, plans, outputs = pickle.loads(contents[len(PARTS_HEADER):])

@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 import operator
 import pickle
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_aggregate, map_arg
 
-from .free_sizes import FreeSizes, FreeSizesOfPart, Traced, told
 from .quantised_graph import KERNELS
 
 aten = torch.ops.aten
@@ -56,26 +55,17 @@ class _Name(str):
     """Stands for the node of this name among the arguments of another."""
 
 
-def in_parts(network: GraphModule, count: int, free: Traced | None = None) -> tuple[list[Part], list[int]]:
+def in_parts(network: GraphModule, count: int) -> tuple[list[Part], list[int]]:
     """Cut a traced network, in which nothing is written in place, into ``count`` parts.
-
-    Args:
-        free: the sizes that the trace leaves free.
 
     Returns:
         The parts, and the numbers of the network's outputs.
-
-    Raises:
-        ValueError: a size is of a form that a part cannot have.
     """
     outputs = list(network.graph.output_node().args[0])
     body = [node for node in network.graph.nodes if node.op not in ("placeholder", "output")]
     ends = [_behind_a_library_call(body, len(body) * (i + 1) // count) for i in range(count)]
     where = {node: next(i for i, end in enumerate(ends) if at < end) for at, node in enumerate(body)}
     needs = [_needed({node for node in body if where[node] == part}, where) for part in range(count)]
-    if free is not None:
-        tell_sizes = set(_that_tell_sizes(network, free))  # in each part: it computes its sizes itself
-        needs = [(own, takes | tell_sizes) for own, takes in needs]
     numbers = {node: number for number, node in enumerate(network.graph.find_nodes(op="placeholder"))}
     parts = []
     for part, (own, takes) in enumerate(needs):
@@ -83,7 +73,7 @@ def in_parts(network: GraphModule, count: int, free: Traced | None = None) -> tu
         gives = [node for node in body if where[node] == part and node in wanted]
         for node in gives:
             numbers[node] = len(numbers)
-        parts.append(_part([node for node in body if node in own], takes, gives, numbers, free))
+        parts.append(_part([node for node in body if node in own], takes, gives, numbers))
     return parts, [numbers[node] for node in outputs]
 
 
@@ -114,46 +104,31 @@ def _is_view(node: Node) -> bool:
     """Tell whether it costs nothing to repeat, as views and sizes do."""
     if node.target is operator.getitem:
         return _is_view(node.args[0])
-    return node.target in VIEWS or isinstance(node.meta.get("val"), int | torch.SymInt)
+    return node.target in VIEWS or isinstance(node.meta.get("val"), int)
 
 
-def _that_tell_sizes(network: GraphModule, free: Traced) -> Iterator[Node]:
-    """Inputs of a network that have a free size as it is, one for each."""
-    inputs = network.graph.find_nodes(op="placeholder")
-    for name in free.names:
-        telling = next((node for node in inputs if name in map(str, node.meta["val"].shape)), None)
-        if telling is None:
-            raise ValueError(f"no input has the size {name} as it is")
-        yield telling
-
-
-def _part(own: Sequence[Node], takes: set[Node], gives: Sequence[Node], numbers: Mapping[Node, int],
-          free: Traced | None) -> Part:  # fmt: skip
+def _part(own: Sequence[Node], takes: set[Node], gives: Sequence[Node], numbers: Mapping[Node, int]) -> Part:
     taken = sorted(takes, key=numbers.__getitem__)
     tensors = [(node.name, node.meta["val"]) for node in taken]
-    inputs = [(name, tuple(map(told, tensor.shape)), tuple(map(told, tensor.stride())), tensor.dtype, tensor.device)
-              for name, tensor in tensors]  # fmt: skip
+    inputs = [(name, tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device) for name, tensor in tensors]
     calls = []
     for node in own:
         target = str(node.target) if isinstance(node.target, torch._ops.OpOverload) else node.target
         calls.append((node.name, target, map_arg((node.args, node.kwargs), lambda given: _Name(given.name))))
-    contents = inputs, calls, tuple(_Name(node.name) for node in gives), free
+    contents = inputs, calls, tuple(_Name(node.name) for node in gives)
     return Part(pickle.dumps(contents), *(tuple(numbers[node] for node in nodes) for nodes in (taken, gives)))
 
 
-def opened(contents: bytes) -> tuple[GraphModule, list[torch.Tensor], FreeSizes | None]:
-    """Return the function of a part, fake tensors like those that it takes, and which of their sizes are free."""
-    inputs, calls, gives, traced = pickle.loads(contents)
-    free = None if traced is None else FreeSizesOfPart(traced)
+def opened(contents: bytes) -> tuple[GraphModule, list[torch.Tensor]]:
+    """Return the function of a part, and fake tensors like those that it takes."""
+    inputs, calls, gives = pickle.loads(contents)
     graph, examples, made = Graph(), [], {}
 
     def linked(arguments: Any) -> Any:
         return map_aggregate(arguments, lambda given: made[given] if isinstance(given, _Name) else given)
 
-    with FakeTensorMode() if free is None else free.mode:
+    with FakeTensorMode():
         for name, shape, strides, dtype, device in inputs:
-            if free is not None:
-                shape, strides = tuple(map(free.size, shape)), tuple(map(free.size, strides))
             examples.append(torch.empty_strided(shape, strides, dtype=dtype, device=device))
             made[name] = graph.placeholder(name)
     if any(isinstance(target, str) and target.startswith(f"{KERNELS}.") for _, target, _ in calls):
@@ -162,7 +137,7 @@ def opened(contents: bytes) -> tuple[GraphModule, list[torch.Tensor], FreeSizes 
         function = operator.attrgetter(target)(torch.ops) if isinstance(target, str) else target
         made[name] = graph.call_function(function, *linked(arguments))
     graph.output(linked(gives))
-    return GraphModule({}, graph), examples, free
+    return GraphModule({}, graph), examples
 
 
 class InParts:

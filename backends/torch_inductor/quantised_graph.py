@@ -10,8 +10,6 @@ from __future__ import annotations
 import torch
 from torch.fx import GraphModule, Node
 
-from .additions_in_place import is_write, storage_of
-
 aten = torch.ops.aten
 
 KERNELS = "comfy_kitchen"
@@ -44,6 +42,17 @@ def write_out(network: GraphModule) -> None:
     network.recompile()
 
 
+def is_write(node: Node) -> bool:
+    """Tell whether an operation of a trace writes into one of its inputs."""
+    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+
+
+def _storage_of(node: Node) -> int | None:
+    """Return what tells a tensor's memory from that of others, or None for what is no tensor."""
+    value = node.meta.get("val")
+    return value.untyped_storage()._cdata if isinstance(value, torch.Tensor) else None
+
+
 def _clamp_into_new_tensors(network: GraphModule) -> None:
     """Have layers that multiply in fp8 clamp what they are given into a new tensor, where nobody else reads it later.
 
@@ -54,7 +63,7 @@ def _clamp_into_new_tensors(network: GraphModule) -> None:
     place = {node: number for number, node in enumerate(network.graph.nodes)} if clamps else {}
     sharing: dict[int, list[Node]] = {}
     for node in place:
-        if (storage := storage_of(node)) is not None:
+        if (storage := _storage_of(node)) is not None:
             sharing.setdefault(storage, []).append(node)
     for same in sharing.values():
         writes = [node for node in same if node in clamps]

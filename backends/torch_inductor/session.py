@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import torch
 
-from ...architectures.calls import AsyncInputs, Call, UncoveredCall, file_sizes
+from ...architectures.calls import AsyncInputs, Call, UncoveredCall, file_sizes, words_of
 from ...architectures.shapes import Profile, ShapeMismatch, bind
 from ...comfy_model.changed_layers import structure_of
 from ...comfy_model.module_copy import ReplacedForward
@@ -381,7 +381,7 @@ class LiveSession:
             why = f". The engine that is there is not used: {self.passed_over}" if self.passed_over else ""
             return f"{start}, {self._uncompiled}{more}{why}"
         smallest_first = sorted(self.compiled, key=lambda call: math.prod(call.values()))
-        words = dict.fromkeys(map(self._architecture.call_words, smallest_first))
+        words = dict.fromkeys(words_of(self._architecture, call) for call in smallest_first)
         size = sum(engine.manifest.bytes for engine in self.engines)
         return f"{start}, compiled for {'; '.join(words)}, {size / 1e6:.0f} MB"
 

@@ -1,0 +1,191 @@
+"""Compiling a network's blocks: once for each kind, for any size.
+
+The network runs plainly for a few sizes, and each block tells how it is called. Blocks of the same layers and settings
+that are called alike are of one kind. Sizes that differ from run to run are left free.
+"""
+
+from __future__ import annotations
+
+import pickle
+import re
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
+
+from ...architectures.blocks import Form, put_together, take_apart, words_of
+from ...comfy_model.structure_hash import structure_lines
+from ...comfy_model.torch_kernels import best_attention
+from .cache_folder import keep_others_out
+from .compiled import KINDS_HEADER, by_inductor, let_kernels_be_recorded, lifted, traced
+from .kinds import Kind, Place
+
+_NUMBER = re.compile(r" (layer|block)_id \d+")
+"""A setting of a block that tells its place among others; no block computes with it."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call of a block: its form, and its inputs as tensors without values."""
+
+    form: Form
+    inputs: tuple[torch.Tensor, ...]
+
+    @property
+    def alike(self) -> tuple:
+        return words_of(self.form), tuple((t.dtype, t.ndim) for t in self.inputs)
+
+
+def compile_kinds(
+    function: torch.nn.Module, calls: Sequence[Sequence[torch.Tensor]], attention: str | None
+) -> bytes:
+    """Return a file's contents with all kinds of a network's blocks.
+
+    Args:
+        calls: inputs of the network for some sizes, the usual ones first; three for each way to call its blocks.
+        attention: the kernel that attention takes; None for the usual one.
+    """
+    keep_others_out()
+    let_kernels_be_recorded()
+    seen = [calls_of_blocks(function, given, attention) for given in calls]
+    examples: dict[tuple, tuple[torch.nn.Module, list[Call]]] = {}
+    of = []
+    for number, block in enumerate(function.blocks):
+        own = _kinds_of(block, [run[number] for run in seen])
+        for key, alike in own.items():
+            examples.setdefault(key, (block, alike))
+        of.append(tuple(map(list(examples).index, own)))
+    kinds = [_compiled(block, alike, attention) for block, alike in examples.values()]
+    return KINDS_HEADER + pickle.dumps((of, [vars(kind) for kind in kinds]))
+
+
+def calls_of_blocks(function: torch.nn.Module, given: Sequence[torch.Tensor], attention: str | None) -> list[Call]:
+    """Return the calls of the blocks in a call of the network."""
+    found: dict[int, Call] = {}
+
+    def note(number: int, _block: torch.nn.Module, args: tuple, kwargs: dict) -> None:
+        tensors: list[torch.Tensor] = []
+        form = take_apart((args, kwargs), tensors)
+        found[number] = Call(form, tuple(t.contiguous().to("meta") for t in tensors))
+
+    hooks = [block.register_forward_pre_hook(partial(note, number), with_kwargs=True)
+             for number, block in enumerate(function.blocks)]  # fmt: skip
+    try:
+        with torch.inference_mode(), best_attention(given[0].device, attention):
+            function(*given)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return [found[number] for number in range(len(function.blocks))]
+
+
+def _kinds_of(block: torch.nn.Module, calls: Sequence[Call]) -> dict[tuple, list[Call]]:
+    """The kinds of a block, which its layers and the ways to call it tell, and the calls of each."""
+    structure = tuple(line for line in structure_lines(block) if not _NUMBER.fullmatch(line))
+    layers = structure, tuple((name, weight.dtype) for name, weight in lifted(block).items())
+    found: dict[tuple, list[Call]] = {}
+    for call in calls:
+        found.setdefault((*layers, call.alike), []).append(call)
+    return found
+
+
+class FreeDimensions:
+    """The dimensions that a kind leaves free: those whose size differs from run to run."""
+
+    def __init__(self, calls: Sequence[Call]):
+        """
+        Args:
+            calls: of one block, the one to compile for first.
+        """
+        self.fixed: dict[Place, int] = {}
+        self.alike: list[tuple[Place, Place]] = []
+        self.free: dict[str, Place] = {}
+        self._groups: dict[tuple[int, ...], Place] = {}
+        self._axes: dict[int, set[int]] = {}
+        for number, tensor in enumerate(calls[0].inputs):
+            for axis in range(tensor.ndim):
+                self._sort((number, axis), tuple(call.inputs[number].shape[axis] for call in calls))
+        if len({sizes[0] for sizes in self._groups}) < len(self._groups):
+            raise ValueError(f"sizes that differ are alike in the call to compile for: {list(self._groups)}")
+        self._environment = ShapeEnv()
+        self._mode = FakeTensorMode(shape_env=self._environment)
+
+    def _sort(self, place: Place, sizes: tuple[int, ...]) -> None:
+        if len(set(sizes)) == 1:
+            self.fixed[place] = sizes[0]
+            return
+        self._axes.setdefault(place[0], set()).add(place[1])
+        if sizes in self._groups:
+            self.alike.append((self._groups[sizes], place))
+        self._groups.setdefault(sizes, place)
+
+    def examples(self, weights: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Weights and inputs as fake tensors; dimensions of one size share a symbol."""
+        found = [self._fake(tensor, set()) for tensor in weights]
+        for number, tensor in enumerate(inputs):
+            axes = self._axes.get(number, set())
+            fake = self._fake(tensor, axes)
+            self.free |= {str(fake.shape[axis]): (number, axis) for axis in axes}
+            found.append(fake)
+        return found
+
+    def _fake(self, tensor: torch.Tensor, free: set[int]) -> torch.Tensor:
+        sizes = [DimDynamic.DUCK if axis in free else DimDynamic.STATIC for axis in range(tensor.ndim)]
+        return self._mode.from_tensor(tensor, symbolic_context=StatelessSymbolicContext(dynamic_sizes=sizes))
+
+    @contextmanager
+    def known_to_inductor(self) -> Iterator[None]:
+        """Inside, Inductor knows the examples' sizes as free."""
+        with torch._guards.tracing(torch._guards.TracingContext(self._mode)):
+            yield
+
+    @property
+    def conditions(self) -> list:
+        """All that trace and Inductor have taken for granted about the sizes."""
+        return list(dict.fromkeys(guard.expr for guard in self._environment.guards))
+
+
+class BlockFunction(torch.nn.Module):
+    """A block as a function of tensors. It writes to none of them, though ComfyUI's code does."""
+
+    def __init__(self, block: torch.nn.Module, form: Form):
+        super().__init__()
+        self.block = block
+        self.gives: Form = None
+        self._form = form
+
+    def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        args, kwargs = put_together(self._form, (tensor.clone() for tensor in tensors))
+        results: list[torch.Tensor] = []
+        self.gives = take_apart(self.block.forward(*args, **kwargs), results)
+        return tuple(results)
+
+
+def _compiled(block: torch.nn.Module, calls: Sequence[Call], attention: str | None) -> Kind:
+    function, free = BlockFunction(block, calls[0].form), FreeDimensions(calls)
+    weights = lifted(function)
+    device = next(iter(weights.values())).device
+    inputs = [torch.empty(t.shape, dtype=t.dtype, device=device) for t in calls[0].inputs]
+    with torch.inference_mode(False), torch.no_grad(), best_attention(device, attention):
+        graph, given = traced(function, list(weights.values()), list(weights), inputs, (), free=free)
+        compiled = by_inductor(graph, given, free)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "compiled"
+        compiled.save(path=str(path))
+        contents = path.read_bytes()
+    return Kind(
+        contents=contents,
+        called=words_of(calls[0].form),
+        dtypes=tuple(t.dtype for t in inputs),
+        gives=function.gives,
+        fixed=free.fixed,
+        free=free.free,
+        alike=free.alike,
+        conditions=free.conditions,
+    )

@@ -1,0 +1,152 @@
+"""A network whose blocks run compiled, each by what was compiled for its kind, for any size.
+
+Between the blocks ComfyUI's own forward runs as it is; a CUDA graph has all of a step. What was compiled tells for
+which sizes it holds. A block of another size, or one that is called otherwise, runs plainly.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ...architectures.blocks import Form, put_together, take_apart, words_of
+
+if TYPE_CHECKING:
+    import sympy
+
+log = logging.getLogger(__name__)
+
+Weights = Sequence[torch.Tensor]
+
+MOST_KEPT = 1024
+"""Calls of which it is remembered what serves them."""
+
+Place = tuple[int, int]
+"""An input of a block and one of its dimensions."""
+
+
+@dataclass(frozen=True)
+class Kind:
+    """The compiled code for blocks of one kind, as a file has it.
+
+    Attributes:
+        contents: Inductor's file.
+        called: how its blocks are called, in words; see ``blocks.words_of``.
+        dtypes: those of the inputs.
+        gives: the form of what a block returns.
+        fixed: the sizes that all calls have.
+        free: symbol of a condition -> the dimension that tells its size.
+        alike: dimensions of one size.
+        conditions: hold for the sizes that it serves.
+    """
+
+    contents: bytes
+    called: str
+    dtypes: tuple[torch.dtype, ...]
+    gives: Form
+    fixed: Mapping[Place, int]
+    free: Mapping[str, Place]
+    alike: Sequence[tuple[Place, Place]]
+    conditions: Sequence[sympy.Basic]
+
+    def serves(self, called: str, tensors: Sequence[torch.Tensor]) -> bool:
+        """Tell whether it holds for a block that is called so, with these inputs. Takes milliseconds."""
+        if called != self.called or tuple(t.dtype for t in tensors) != self.dtypes:
+            return False
+
+        def size(place: Place) -> int:
+            return tensors[place[0]].shape[place[1]]
+
+        if any(size(place) != wanted for place, wanted in self.fixed.items()):
+            return False
+        if any(size(one) != size(other) for one, other in self.alike):
+            return False
+        values = {name: size(place) for name, place in self.free.items()}
+        return all(_holds(condition, values) for condition in self.conditions)
+
+
+def _holds(condition: sympy.Basic, values: Mapping[str, int]) -> bool:
+    return condition.subs({symbol: values[str(symbol)] for symbol in condition.free_symbols}) == True  # noqa: E712
+
+
+@dataclass(frozen=True)
+class Kinds:
+    """The kinds of a network's blocks.
+
+    Attributes:
+        of: the kinds of each block, in the order of the function's ``blocks``: one for each way to call it.
+        kinds: the kinds.
+        opened: what runs each.
+    """
+
+    of: Sequence[tuple[int, ...]]
+    kinds: Sequence[Kind]
+    opened: Sequence[Callable[..., Sequence[torch.Tensor]]]
+
+
+class InBlocks:
+    """A network's function with its blocks compiled, as long as it is not closed.
+
+    Attributes:
+        kinds: the kinds of its blocks.
+        plain: calls of blocks that none of these served.
+    """
+
+    def __init__(self, function: torch.nn.Module, kinds: Kinds, weights: Callable[[], Sequence[Weights]]):
+        """
+        Args:
+            weights: gives the weights of each block, in order, see ``compiled.lifted``.
+        """
+        if len(function.blocks) != len(kinds.of):
+            raise ValueError(f"it was compiled for {len(kinds.of)} blocks, and the network has {len(function.blocks)}")
+        self._function, self._weights = function, weights
+        self.kinds, self.plain = kinds.kinds, 0
+        self._of, self._opened = kinds.of, kinds.opened
+        self._on = False
+        self._chosen: dict[tuple, int | None] = {}
+        self._now: Sequence[Weights] = ()
+        self._plainly = [block.forward for block in function.blocks]
+        for number, block in enumerate(function.blocks):
+            block.forward = partial(self._block, number, self._plainly[number])
+
+    def close(self) -> None:
+        """Let the blocks run plainly again."""
+        for block, plainly in zip(self._function.blocks, self._plainly, strict=True):
+            block.forward = plainly
+
+    def __call__(self, *given: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """The network's outputs for its inputs, in order."""
+        self._on, self._now = True, self._weights()
+        try:
+            return self._function(*given)
+        finally:
+            self._on = False
+
+    def _block(self, number: int, plainly: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if not self._on:
+            return plainly(*args, **kwargs)
+        tensors: list[torch.Tensor] = []
+        form = take_apart((args, kwargs), tensors)
+        kind = self._kind(self._of[number], form, tensors)
+        if kind is None:
+            self.plain += 1
+            return plainly(*args, **kwargs)
+        results = self._opened[kind](*self._now[number], *map(torch.Tensor.contiguous, tensors))
+        return put_together(self.kinds[kind].gives, iter(results))
+
+    def _kind(self, kinds: tuple[int, ...], form: Form, tensors: Sequence[torch.Tensor]) -> int | None:
+        """The one of a block's kinds that serves a call, or None."""
+        key = (kinds, form, *((t.shape, t.dtype) for t in tensors))
+        if key not in self._chosen:
+            if len(self._chosen) >= MOST_KEPT:
+                self._chosen.clear()
+            words = words_of(form)
+            self._chosen[key] = next((kind for kind in kinds if self.kinds[kind].serves(words, tensors)), None)
+            if self._chosen[key] is None:
+                log.info("Hybrid TRT: blocks run plainly for %s", [tuple(t.shape) for t in tensors])
+        return self._chosen[key]

@@ -1,0 +1,255 @@
+"""A network in blocks is compiled once for each kind of block, and serves every size."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import token_networks
+import torch
+from compiling import COMPILES
+from fake_recorder import Recorder
+from flux_networks import network as flux_network
+from hybrid_trt.architectures import Architecture, architectures
+from hybrid_trt.architectures.blocks import in_blocks, put_together, take_apart, words_of
+from hybrid_trt.architectures.calls import RequestedCalls, calls_to_compile, example_of, file_sizes, serves_every_size
+from hybrid_trt.architectures.shapes import Picture, Profile, Range, RequestedSizes, sample_inputs
+from hybrid_trt.backends import backends
+from hybrid_trt.backends.torch_inductor import compile_kinds, opened_files
+from hybrid_trt.backends.torch_inductor.compiled import file_name, sizes_of
+from hybrid_trt.backends.torch_inductor.kinds import InBlocks, Kinds
+from hybrid_trt.backends.torch_inductor.session import LiveSession
+from hybrid_trt.comfy_model.network import NativeNetwork
+from hybrid_trt.engine_builder.build import build_engine
+from hybrid_trt.engine_builder.order import BuildOrder
+from hybrid_trt.engine_library import Engine, Library, trust
+from hybrid_trt.engine_library.engine import relative_error
+from hybrid_trt.page_api import picture_fit
+from tiny_transformers import let_comfyui_load_zimage
+from zimage import network as zimage_network
+
+LIMIT = 1e-5
+TORCH = backends()["torch"]
+SOME_FREE = SimpleNamespace(free={"T": Range(2, 97, 900), "L": Range(2, 1009, 5000)})
+CALL = {"B": 1, "R": 4, "C": 3, "T": 9, "L": 0}
+SIZES = {"B": (1, 2, 3), "F": (1, 2, 5), "R": (1, 4, 7, 12), "C": (5, 3, 8), "N": (1, 3, 6, 2), "T": (9, 1, 2, 30, 77),
+         "L": (0, 6, 17), "G": (0, 11), "I": (257, 0, 25), "V": (1, 2)}  # fmt: skip
+KINDS = {"flux": 2, "klein": 2, "zimage": 1, "tiny_qwen_image": 2, "tiny_krea2": 2, "tiny_anima": 1, "tiny_wan": 1,
+         "tiny_wan_i2v": 1, "tiny_wan_vace": 3, "tiny_hunyuan_video15": 2, "tiny_hunyuan_video": 2}  # fmt: skip
+"""Networks -> the kinds of their blocks."""
+IN_CI = ("flux", "tiny_qwen_image", "tiny_wan_vace")
+
+
+@pytest.mark.parametrize("name", sorted(architectures()))
+def test_each_family_says_all_that_is_asked_of_it(name: str) -> None:
+    assert [asked for asked in Architecture.__annotations__ if not hasattr(architectures()[name], asked)] == []
+
+
+def test_a_file_is_for_all_sizes_of_what_its_family_leaves_free_and_no_others() -> None:
+    own = {"B": 1, "R": 4, "C": 3}
+    assert file_sizes(SOME_FREE, CALL) == own | {"L": 0}
+    assert file_sizes(SOME_FREE, CALL | {"T": 900}) == own | {"L": 0}
+    assert file_sizes(SOME_FREE, CALL | {"T": 901}) == own | {"T": 901, "L": 0}, "longer than it serves"
+    assert file_sizes(SOME_FREE, CALL | {"T": 1, "L": 12}) == own | {"T": 1}
+    assert example_of(SOME_FREE, CALL | {"L": 12}) == own | {"T": 97, "L": 1009}
+
+
+@pytest.mark.parametrize(("free", "name"), [
+    ((), "B1-C3-L0-R4-T9.bin"), (("T",), "B1-C3-L0-R4-T.bin"), (tuple(CALL), "B-C-L-R-T.bin")])  # fmt: skip
+def test_the_name_of_a_file_tells_what_it_leaves_free(free: tuple[str, ...], name: str) -> None:
+    assert file_name(CALL, free) == name
+    assert sizes_of(name) == {symbol: size for symbol, size in CALL.items() if symbol not in free}
+
+
+@pytest.fixture
+def qwen(models: dict[str, Path]) -> NativeNetwork:
+    return network_of("tiny_qwen_image", models)
+
+
+def network_of(name: str, models: dict[str, Path]) -> NativeNetwork:
+    made = {"flux": lambda: flux_network("dev"), "klein": lambda: flux_network("klein"), "zimage": zimage_network}
+    if name in made:
+        return made[name]()
+    let_comfyui_load_zimage()
+    return NativeNetwork.of_model(token_networks.load(str(models[name])), name)
+
+
+def profile_of(network: NativeNetwork) -> Profile:
+    return network.architecture().profile(RequestedSizes(32, 64, 256))
+
+
+def lacking(network: NativeNetwork, compiled: list[dict[str, int]], **asked: Any) -> list[list[dict[str, int]]]:
+    architecture = network.architecture()
+    return calls_to_compile(architecture, RequestedCalls(profile_of(network), **asked), "BRCTL", compiled)
+
+
+def test_calls_of_all_sizes_want_one_file(qwen: NativeNetwork) -> None:
+    assert serves_every_size(qwen.architecture())
+    seen = [CALL, CALL | {"T": 130}, CALL | {"R": 9, "B": 3}, CALL | {"L": 40}]
+    ((call,),) = lacking(qwen, [], seen=seen)
+    assert call == example_of(qwen.architecture(), CALL)
+    assert lacking(qwen, [{}], seen=seen) == lacking(qwen, [{}], pictures=[Picture(480, 64, (1,), 1)]) == []
+
+
+def engine_for(network: NativeNetwork, folder: Path) -> Engine:
+    inputs = network.architecture().engine_inputs(network.module, "float32")
+    symbols = {dim.symbol for spec in inputs for dim in spec.dims if not isinstance(dim, int)}
+    requested = RequestedCalls(profile_of(network))
+    ((call,),) = calls_to_compile(network.architecture(), requested, symbols, [])
+    order = BuildOrder(network, "float32", Profile.around([call]), TORCH, calls=(call,))
+    return build_engine(order, Library([folder / "library"]), lambda *_: None)
+
+
+def in_use(session: LiveSession) -> InBlocks:
+    (found,) = session.live._compiled.values()
+    return found
+
+
+def calls(symbols: set[str]) -> list[dict[str, int]]:
+    """24 calls in which every size of ``SIZES`` comes, in ever other company."""
+    turning = {symbol: itertools.cycle(sizes) for symbol, sizes in SIZES.items() if symbol in symbols}
+    found = [{symbol: next(sizes) for symbol, sizes in turning.items()} for _ in range(24)]
+    return [call | ({"C": 32 * call["N"] - 1} if {"N", "C"} <= symbols else {}) for call in found]
+
+
+@COMPILES
+@pytest.mark.parametrize("name", [
+    pytest.param(name, marks=[] if name in IN_CI else [pytest.mark.slow]) for name in KINDS])  # fmt: skip
+def test_one_build_serves_every_size_and_compiles_each_kind_of_block_once(
+    models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setenv(trust.FOLDER_VARIABLE, str(tmp_path / "keys"))
+    network = network_of(name, models)
+    engine, architecture = engine_for(network, tmp_path), network.architecture()
+    session = LiveSession(network, TORCH, "float32", Recorder())
+    session.use([engine])
+    specs = session.live.inputs
+    symbols = {dim.symbol for spec in specs for dim in spec.dims if not isinstance(dim, int)}
+    fewest = {s: served.min for s, served in architecture.free.items()}
+    for call in calls(symbols):
+        call = {symbol: max(size, fewest[symbol]) for symbol, size in call.items()}
+        given = sample_inputs(specs, call, seed=call["B"])
+        with torch.inference_mode():
+            for _ in range(3):  # plainly, recorded, replayed
+                result = session.run(given)["out"]
+            expected = session.live.function(*(given[spec.name] for spec in specs))[0]
+        assert relative_error(result, expected) <= LIMIT, call
+        assert session.serving == [engine]
+        assert session.uncovered is None
+        assert TORCH.to_build(network, RequestedCalls(profile_of(network), seen=[call]), [engine]) == []
+    blocks = in_use(session)
+    assert len(blocks.kinds) == KINDS[name]
+    assert blocks.plain == 0, "each block of each call ran compiled"
+    assert "compiled for every size" in session.status(profile_of(network))
+
+
+@COMPILES
+def test_the_page_misses_no_engine_for_another_picture_and_a_rebuild_is_one_file(
+    qwen: NativeNetwork, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(trust.FOLDER_VARIABLE, str(tmp_path / "keys"))
+    engine = engine_for(qwen, tmp_path)
+    assert list(engine.manifest.files) == ["B-C-L-R-T.bin"]
+    pictures = [Picture(48, 64, (1,), 1), Picture(640, 480, (1,), 1)]
+    assert picture_fit._not_served([engine], "torch", True, pictures) == (None, None)
+    (again,) = TORCH.to_build(qwen, RequestedCalls(profile_of(qwen), seen=[]), [engine], rebuild=[engine])
+    assert again.calls == (example_of(qwen.architecture(), CALL),)
+
+
+class Block(torch.nn.Module):
+    """Computes something else for a length, or from a length on, with in-place writes as ComfyUI's blocks have."""
+
+    def __init__(self, special: int) -> None:
+        super().__init__()
+        self.layer, self.special = torch.nn.Linear(4, 4), special
+
+    def forward(self, x: torch.Tensor, places: torch.Tensor | None = None) -> torch.Tensor:
+        x += self.layer(x) * (2 if x.shape[1] == self.special else 1)
+        if x.shape[1] > 100:
+            x *= 3
+        return x if places is None else x * places
+
+
+class Network(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList([Block(11), Block(11), Block(7)])
+        self.blocks = in_blocks(self.layers)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor]:
+        x = x * 1
+        for number, block in enumerate(self.blocks):
+            x = block(x, x.new_ones(x.shape[1], 1) if number == 2 else None)
+        return (x,)
+
+
+@pytest.fixture(scope="module")
+def compiled() -> tuple[Network, InBlocks]:
+    torch.manual_seed(1)
+    net = Network().requires_grad_(False)
+    made = compile_kinds.compile_kinds(net, [[torch.randn(size)] for size in ((2, 50, 4), (1, 1, 4), (3, 60, 4))], None)
+    opened = opened_files._open(made, None)
+    assert isinstance(opened, Kinds)
+    weights = [list(compile_kinds.lifted(block).values()) for block in net.blocks]
+    return net, InBlocks(net, opened, lambda: weights)
+
+
+@COMPILES
+@pytest.mark.parametrize(("size", "plain"), [((2, 50, 4), 0), ((1, 1, 4), 0), ((5, 3, 4), 0), ((2, 11, 4), 2),
+                                             ((2, 7, 4), 1), ((1, 101, 4), 3)])  # fmt: skip
+def test_a_block_of_a_size_that_its_kind_does_not_hold_for_runs_plainly(
+    compiled: tuple[Network, InBlocks], size: tuple[int, ...], plain: int
+) -> None:
+    net, blocks = compiled
+    assert len(blocks.kinds) == 2, "the first two are of one kind"
+    x, before = torch.randn(size), blocks.plain
+    with torch.inference_mode():
+        (result,), (expected,) = blocks(x), net(x)
+    assert relative_error(result, expected) <= LIMIT
+    assert blocks.plain - before == plain
+
+
+@COMPILES
+def test_a_block_that_is_called_otherwise_runs_plainly_and_inputs_are_not_written_to(
+    compiled: tuple[Network, InBlocks]
+) -> None:
+    net, blocks = compiled
+    x = torch.randn(2, 50, 4, dtype=torch.float64)
+    given, before = x.clone(), blocks.plain
+    net.double()
+    try:
+        with torch.inference_mode():
+            assert relative_error(blocks(x)[0], net(x)[0]) == 0
+    finally:
+        net.float()
+    assert blocks.plain - before == 3
+    assert torch.equal(x, given)
+
+
+@COMPILES
+def test_closed_blocks_compute_as_they_are() -> None:
+    net = Network().requires_grad_(False)
+    own = [block.forward for block in net.blocks]
+    blocks = InBlocks(net, Kinds([()] * 3, [], []), lambda: [[]] * 3)
+    x = torch.randn(1, 3, 4)
+    with torch.inference_mode():
+        assert torch.equal(blocks(x)[0], net(x)[0])
+    blocks.close()
+    assert [block.forward for block in net.blocks] == own
+
+
+def test_a_call_is_put_together_as_it_was() -> None:
+    tensors: list[torch.Tensor] = []
+    x, y = torch.ones(2), torch.ones(3)
+    value = (x, [None, {"a": y, "n": 3}], {"optimized_attention_override": (x,), "block_index": 7})
+    form = take_apart(value, tensors)
+    assert [t.shape for t in tensors] == [(2,), (3,), (2,)]
+    made = put_together(form, iter(tensors))
+    assert made[0] is x
+    assert made[1] == [None, {"a": y, "n": 3}]
+    assert made[2] == {"optimized_attention_override": (x,)}, "the number of a block is nothing that it computes with"
+    assert words_of(form) == words_of(take_apart(value, []))
+    assert words_of(form) != words_of(take_apart((x, [None, {"a": y, "n": 4}], {}), []))
