@@ -52,7 +52,7 @@ class Architecture(Protocol):
         prompt: that of the prompt's tokens.
         free: symbols that compiled files leave free, and the sizes that one file then serves; ``opt`` is what it is
             compiled with, and no other's. Each call with another size has a file of its own, see
-            ``calls.file_sizes``. All, or none, of a network that is compiled whole.
+            ``calls.file_sizes``. All symbols where the network is compiled in blocks, none where it is compiled whole.
         per_step: True for networks that each step calls. Others run once per picture: compiled files alone serve them,
             and nothing of them is captured as a CUDA graph.
         arguments: the positional arguments of the native forward, in order. ``control`` and ``transformer_options`` are
@@ -88,7 +88,7 @@ class Architecture(Protocol):
         """``module`` as a function of the engine's inputs, in order, returning a tuple of the output tensors.
 
         Attention inside is torch's scaled_dot_product_attention, whatever ComfyUI runs. May add hooks to ``module``,
-        so give it a copy. One with ``blocks`` is compiled by kinds of these, see ``blocks``.
+        so give it a copy. A function with ``blocks`` is compiled once for each kind of them, see ``blocks``.
         """
         ...
 
