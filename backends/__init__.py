@@ -72,6 +72,7 @@ class LiveTask:
         folder: where to put the engine's files.
         processes: how many others may compile parts of it; 0 where this one does all.
         submit: has one of them do something; not to be called without them.
+        known: contents of files of engines that are there; see ``LiveCompiler.known``.
     """
 
     inputs: tuple[TensorSpec, ...]
@@ -83,10 +84,7 @@ class LiveTask:
     processes: int = 0
     submit: Submit | None = None
     free: Mapping[str, Range] = field(default_factory=dict)
-
-    def left_free(self, sizes: Mapping[str, int]) -> set[str]:
-        """The symbols that the file for some sizes leaves free."""
-        return {symbol for symbol, served in self.free.items() if symbol in sizes and served.contains(sizes[symbol])}
+    known: Sequence[bytes] = ()
 
 
 @dataclass(frozen=True)
@@ -227,15 +225,18 @@ class LiveCompiler(Backend, Protocol):
     def compile(self, function: torch.nn.Module, task: LiveTask, progress: Progress) -> dict:
         """Compile a network for the task's sizes and return ``files``, ``parity`` and ``seconds`` of the manifest.
 
-        There is one file and one of the parity's ``cases`` for each size, in the task's order. What it times on the
-        device has to be timed while the other processes have nothing to do.
+        What it times on the device has to be timed while the other processes have nothing to do.
 
         Args:
-            function: the network as a function of its inputs, on the task's device.
+            function: the network as a function of its inputs, on the task's device; in blocks: on the meta device.
 
         Raises:
             BuildError: as ``GraphBuilder.build``.
         """
+        ...
+
+    def known(self, engines: Sequence[Engine], device: torch.device) -> list[bytes]:
+        """Return contents of files of engines, of whose parts a build for a device may take what serves it too."""
         ...
 
 

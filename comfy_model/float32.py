@@ -68,7 +68,7 @@ def results_in_float32(function: torch.nn.Module, given: Sequence[torch.Tensor])
     """
     try:
         with torch.inference_mode(), in_float32(function), without_tf32(), best_attention(given[0].device):
-            return tuple(function(*(tensor.float() for tensor in given)))
+            return tuple(function(*(t.float() if t.is_floating_point() else t for t in given)))
     except RuntimeError as error:  # also for want of memory
         log.warning("Hybrid TRT: not compared with float32 (%s)", (str(error).strip().splitlines() or [""])[0])
         return None

@@ -116,10 +116,17 @@ def without_weights(structure: str) -> torch.nn.Module:
 
 
 def with_random_weights(structure: str, device: torch.device) -> torch.nn.Module:
-    """The network from its structure, with random weights on a device that keep what it computes near one."""
+    """The network from its structure, with random weights on a device; see ``draw_weights``."""
+    module = without_weights(structure)
+    draw_weights(module, device)
+    return module.to(device)
+
+
+def draw_weights(module: torch.nn.Module, device: torch.device) -> None:
+    """Give a network, or a part of one, random weights on a device that keep what it computes near one."""
     from ..architectures.quantised_linear import QuantisedLinear
 
-    module, generator = without_weights(structure), torch.Generator(device).manual_seed(1)
+    generator = torch.Generator(device).manual_seed(1)
     for layer in module.modules():
         for leaf, parameter in layer._parameters.items():
             if parameter is not None:
@@ -128,7 +135,6 @@ def with_random_weights(structure: str, device: torch.device) -> torch.nn.Module
             shape, dtype = layer.weight.shape, layer.weight.dtype
             plain = _drawn("weight", torch.empty(shape, dtype=dtype, device="meta"), generator)
             layer.take(layer.set_weight(plain, seed=0, return_weight=True))
-    return module.to(device)
 
 
 def _drawn(leaf: str, like: torch.Tensor, generator: torch.Generator) -> torch.Tensor:

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import torch
 
+from ..architectures.calls import serves_every_size
 from ..architectures.shapes import Examples
 from ..backends import Progress, gpu_of, why_refused
 from ..backends.lookup import refusal_for
@@ -67,6 +68,8 @@ ROOM = 2.2
 """Disk that a build needs at its height, in sizes of its weights: the graph's, the engine's, and some."""
 LIVE_ROOM = 256e6
 """Disk that a build for live weights needs: it writes none."""
+BLOCK_ROOM = 4e9
+"""Bytes on the GPU that a build of blocks needs: CUDA's own, a block, also in float32, and what it computes."""
 READS = 3
 """Times that the weights are read anew when somebody changes them meanwhile."""
 
@@ -141,15 +144,26 @@ def build_engine(
     )
 
 
+def in_blocks(order: BuildOrder) -> bool:
+    """Tell whether an order is for live weights and a network in blocks, which is compiled without its weights."""
+    return order.backend.runs_live_weights and serves_every_size(order.network.architecture())
+
+
 def _with_room(run: Runner, order: BuildOrder, make_room: MakeRoom) -> Runner:
     """A runner that has the GPU freed before steps that need it."""
     device = order.target_device
 
     def run_with_room(task: Task, progress: Progress, log_line: Log, environment: Mapping[str, str]) -> dict:
         on_gpu = {"export": False, "check": True}.get(task["step"], order.backend.builds_on_gpu)
+        if not on_gpu or device.type != "cuda":
+            return {**run(task, progress, log_line, environment), WAITED: 0.0}
+        if in_blocks(order) and torch.cuda.mem_get_info(device)[0] >= BLOCK_ROOM:
+            try:
+                return {**run(task, progress, log_line, environment), WAITED: 0.0}
+            except BuildError as failure:  # a prompt beside it may have taken the memory
+                log_line(f"beside what is loaded: {failure}; now with the GPU's memory to itself")
         began = time.perf_counter()
-        if on_gpu and device.type == "cuda":
-            make_room(device, lambda phase: progress(phase, 0.0))
+        make_room(device, lambda phase: progress(phase, 0.0))
         waited = time.perf_counter() - began
         return {**run(task, progress, log_line, environment), WAITED: waited}
 
@@ -229,8 +243,8 @@ class _Build:
         if not live:  # those hold no weights
             target = self.library.roots[0] / self.identity.folder_name
             check_limit(self.library, size, f"The engine of {network.label}", replaced=target)
-        on_gpu_alone = live and self.order.target_device.type != "cpu"
-        check_memory(self.order.backend, 0 if on_gpu_alone else size, network.label)
+        elsewhere = live and (self.order.target_device.type != "cpu" or in_blocks(self.order))
+        check_memory(self.order.backend, 0 if elsewhere else size, network.label)
         folder = self.library.building_folder()
         try:
             manifest, record = self._make(folder, structure, dtype)
@@ -351,9 +365,18 @@ class _Build:
         """Compiled files for live weights: ``files``, ``parity`` and ``seconds``."""
         device = self.order.target_device
         calls = [dict(call) for call in self.order.calls] or self._examples().compiled
+        known = self._known(Path(task["folder"])) if in_blocks(self.order) else []
         task = {**task, "step": "compile", "device": device.type, "gpu": device.index or 0, "compiled": calls,
-                "bytes": self._bytes}  # fmt: skip
+                "bytes": self._bytes, "known": known}  # fmt: skip
         return self._do({**task, **backend_task(self.order.backend)}, 0.1, 0.9, only_gpu(device))
+
+    def _known(self, folder: Path) -> list[str]:
+        """Put what other engines have into the folder, for what is like theirs here; return the files' names."""
+        names = []
+        for contents in self.order.backend.known(self.library.engines(), self.order.target_device):
+            names.append(f"known-{len(names)}")
+            (folder / names[-1]).write_bytes(contents)
+        return names
 
     def _examples(self) -> Examples:
         return self.order.network.architecture().examples(self.identity.profile)

@@ -190,8 +190,12 @@ class Network(torch.nn.Module):
 def compiled() -> tuple[Network, InBlocks]:
     torch.manual_seed(1)
     net = Network().requires_grad_(False)
-    made = compile_kinds.compile_kinds(net, [[torch.randn(size)] for size in ((2, 50, 4), (1, 1, 4), (3, 60, 4))], None)
-    opened = opened_files._open(made, None)
+    found, of = compile_kinds.kinds_of(net, [[torch.randn(size)] for size in ((2, 50, 4), (1, 1, 4), (3, 60, 4))])
+    kinds = []
+    for alike in found:
+        block = compile_kinds.BlockFunction(alike.block, alike.calls[0].form)
+        kinds.append(compile_kinds.compiled(alike, block, [torch.randn(t.shape) for t in alike.calls[0].inputs], None))
+    opened = opened_files._open(compile_kinds.contents_of(of, kinds), None)
     assert isinstance(opened, Kinds)
     weights = [list(compile_kinds.lifted(block).values()) for block in net.blocks]
     return net, InBlocks(net, opened, lambda: weights)

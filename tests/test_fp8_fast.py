@@ -149,7 +149,7 @@ def test_blocks_of_a_network_that_comfyui_loads_so_multiply_in_fp8(
     profile = architecture.profile(RequestedSizes(32, 64, 256))
     call = {symbol: served.opt for symbol, served in (profile.ranges | architecture.free).items()}
     given = list(sample_inputs(specs, call, seed=1).values())
-    calls = compile_kinds.calls_of_blocks(function, given, None)
+    calls = compile_kinds.calls_of_blocks(function, given)
     for block, call in zip(function.blocks, calls, strict=True):
         layers = sum(map(multiplies_in_fp8, block.modules()))
         alone, inputs = compile_kinds.BlockFunction(block, call.form), [torch.randn(t.shape) for t in call.inputs]

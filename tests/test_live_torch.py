@@ -318,12 +318,12 @@ def test_what_a_call_takes_is_measured_and_costs_no_build(monkeypatch: pytest.Mo
         return float(len(timed))
 
     monkeypatch.setattr(gpu_timing, "milliseconds", milliseconds)  # there is no GPU here
-    figures = compile_step._figures(function, partial(compiled, *weights), given)
+    figures = compile_step.figures(function, partial(compiled, *weights), given)
     assert (figures["native_ms"], figures["engine_ms"]) == (1.0, 2.0)
     (plain,), replayed = timed
     assert relative_error(replayed["0"], plain) <= 1e-6
     monkeypatch.setattr(gpu_timing, "milliseconds", lambda _call: 1 / 0)
-    assert compile_step._figures(function, partial(compiled, *weights), given) == {}
+    assert compile_step.figures(function, partial(compiled, *weights), given) == {}
 
 
 def test_engines_serve_every_checkpoint_of_a_layout_and_no_other() -> None:

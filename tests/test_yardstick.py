@@ -56,7 +56,7 @@ def off(function: torch.nn.Module, distance: float) -> tuple[torch.Tensor]:
 
 
 def compared(function: torch.nn.Module, results: tuple, precision: str = "float16") -> dict:
-    return compile_step._compared(function, given(), results, SPECS[1:], SIZES, precision)
+    return compile_step.compared(function, given(), results, [spec.name for spec in SPECS[1:]], SIZES, precision)
 
 
 @pytest.mark.parametrize(("error", "native", "limit"), [
@@ -131,11 +131,11 @@ def test_without_memory_for_float32_native_is_compared_as_before(monkeypatch: py
         native = function(*given())
     found = compared(function, native)
     assert found == {"rel_err": 0.0, "limit": COMPILED_LIMITS["float16"]}
-    assert compile_step._against([found]) == "the same weights run plainly on the same device"
+    assert compile_step.against([found]) == "the same weights run plainly on the same device"
     hook.remove()
     assert {p.dtype for p in function.parameters()} == {torch.float16}
     both = [found, compared(function, native)]
-    assert compile_step._against(both).startswith("the same weights in float32, beside native; where that took too")
+    assert compile_step.against(both).startswith("the same weights in float32, beside native; where that took too")
 
 
 def test_float32_is_judged_by_native_alone() -> None:
@@ -143,7 +143,7 @@ def test_float32_is_judged_by_native_alone() -> None:
     inputs = [tensor.float() for tensor in given()]
     with torch.inference_mode():
         results = function(*inputs)
-    found = compile_step._compared(function, inputs, results, SPECS[1:], SIZES, "float32")
+    found = compile_step.compared(function, inputs, results, [spec.name for spec in SPECS[1:]], SIZES, "float32")
     assert found == {"rel_err": 0.0, "limit": COMPILED_LIMITS["float32"]}
 
 

@@ -8,6 +8,7 @@ LoRAs included.
 from __future__ import annotations
 
 import importlib.util
+import logging
 import os
 import shutil
 from collections.abc import Callable, Collection, Sequence
@@ -28,6 +29,9 @@ from .cpu import cpu_kind
 if TYPE_CHECKING:
     from ...comfy_model.network import NativeNetwork
     from .session import LiveSession
+
+
+log = logging.getLogger(__name__)
 
 
 class TorchBackend:
@@ -92,9 +96,27 @@ class TorchBackend:
         raise BuildError("the torch backend compiles live networks, not ONNX graphs")
 
     def compile(self, function: torch.nn.Module, task: LiveTask, progress: Progress) -> dict:
+        if getattr(function, "blocks", None):
+            from .compile_blocks import compile_blocks
+
+            return compile_blocks(function, task, progress)
         from .compile_step import compile_network
 
         return compile_network(function, task, progress)
+
+    def known(self, engines: Sequence[Engine], device: torch.device) -> list[bytes]:
+        """Contents of the engines' files with kinds of blocks for a device, which other networks may share."""
+        found = []
+        for engine in engines:
+            manifest = engine.manifest
+            ours = manifest.identity.backend == self.name and self.refuses(manifest, device) is None
+            if ours and trust.why_unusable(engine) is None:
+                names = [name for name in manifest.files if not compiled.sizes_of(name)]
+                try:
+                    found += map(engine.read_checked, names)
+                except Unavailable as broken:
+                    log.info("Hybrid TRT: nothing is taken from %s (%s)", engine.folder.name, broken)
+        return found
 
     def session(
         self, network: NativeNetwork, engines: Sequence[Engine], precision: str, passed_over: Fallback | None

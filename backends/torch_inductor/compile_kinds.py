@@ -6,9 +6,11 @@ that are called alike are of one kind. Sizes that differ from run to run are lef
 
 from __future__ import annotations
 
+import hashlib
 import pickle
 import re
 import tempfile
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -42,30 +44,56 @@ class Call:
         return words_of(self.form), tuple((t.dtype, t.ndim) for t in self.inputs)
 
 
-def compile_kinds(
-    function: torch.nn.Module, calls: Sequence[Sequence[torch.Tensor]], attention: str | None
-) -> bytes:
-    """Return a file's contents with all kinds of a network's blocks.
+@dataclass(frozen=True)
+class Alike:
+    """Blocks of one kind.
+
+    Attributes:
+        block: the first of them.
+        calls: its calls that are alike, for some sizes.
+        key: tells all that code for them depends on, but for GPU, torch and our version.
+        usual: how many blocks are called so for the usual sizes.
+    """
+
+    block: torch.nn.Module
+    calls: list[Call]
+    key: str
+    usual: int
+
+
+def kinds_of(
+    function: torch.nn.Module, calls: Sequence[Sequence[torch.Tensor]]
+) -> tuple[list[Alike], list[tuple[int, ...]]]:
+    """Return the kinds of a network's blocks, and by their numbers those of each block.
 
     Args:
+        function: the network; it may be without weights, on the meta device, as its inputs are then.
         calls: inputs of the network for some sizes, the usual ones first; three for each way to call its blocks.
-        attention: the kernel that attention takes; None for the usual one.
     """
-    keep_others_out()
-    let_kernels_be_recorded()
-    seen = [calls_of_blocks(function, given, attention) for given in calls]
-    examples: dict[tuple, tuple[torch.nn.Module, list[Call]]] = {}
+    seen = [calls_of_blocks(function, given) for given in calls]
+    found: dict[tuple, tuple[torch.nn.Module, list[Call]]] = {}
+    usual: Counter[tuple] = Counter()
     of = []
     for number, block in enumerate(function.blocks):
         own = _kinds_of(block, [run[number] for run in seen])
         for key, alike in own.items():
-            examples.setdefault(key, (block, alike))
-        of.append(tuple(map(list(examples).index, own)))
-    kinds = [_compiled(block, alike, attention) for block, alike in examples.values()]
+            found.setdefault(key, (block, alike))
+        usual[next(iter(own))] += 1
+        of.append(tuple(map(list(found).index, own)))
+    return [Alike(*one, _key(key, one[1]), usual[key]) for key, one in found.items()], of
+
+
+def _key(kind: tuple, calls: Sequence[Call]) -> str:
+    sizes = [[tuple(t.shape) for t in call.inputs] for call in calls]
+    return hashlib.sha256(repr((kind, sizes)).encode()).hexdigest()
+
+
+def contents_of(of: Sequence[tuple[int, ...]], kinds: Sequence[Kind]) -> bytes:
+    """A file's contents with the kinds of a network's blocks; ``kinds_in`` reads them."""
     return KINDS_HEADER + pickle.dumps((of, [vars(kind) for kind in kinds]))
 
 
-def calls_of_blocks(function: torch.nn.Module, given: Sequence[torch.Tensor], attention: str | None) -> list[Call]:
+def calls_of_blocks(function: torch.nn.Module, given: Sequence[torch.Tensor]) -> list[Call]:
     """Return the calls of the blocks in a call of the network."""
     found: dict[int, Call] = {}
 
@@ -77,7 +105,7 @@ def calls_of_blocks(function: torch.nn.Module, given: Sequence[torch.Tensor], at
     hooks = [block.register_forward_pre_hook(partial(note, number), with_kwargs=True)
              for number, block in enumerate(function.blocks)]  # fmt: skip
     try:
-        with torch.inference_mode(), best_attention(given[0].device, attention):
+        with torch.inference_mode():
             function(*given)
     finally:
         for hook in hooks:
@@ -167,21 +195,28 @@ class BlockFunction(torch.nn.Module):
         return tuple(results)
 
 
-def _compiled(block: torch.nn.Module, calls: Sequence[Call], attention: str | None) -> Kind:
-    function, free = BlockFunction(block, calls[0].form), FreeDimensions(calls)
-    weights = lifted(function)
-    device = next(iter(weights.values())).device
-    inputs = [torch.empty(t.shape, dtype=t.dtype, device=device) for t in calls[0].inputs]
-    with torch.inference_mode(False), torch.no_grad(), best_attention(device, attention):
+def compiled(alike: Alike, function: BlockFunction, inputs: Sequence[torch.Tensor], attention: str | None) -> Kind:
+    """Compile what serves the blocks of a kind.
+
+    Args:
+        function: a block that has weights, for its first call.
+        inputs: of that call.
+        attention: the kernel that attention takes; None for the usual one.
+    """
+    keep_others_out()
+    let_kernels_be_recorded()
+    weights, free = lifted(function), FreeDimensions(alike.calls)
+    with torch.inference_mode(False), torch.no_grad(), best_attention(inputs[0].device, attention):
         graph, given = traced(function, list(weights.values()), list(weights), inputs, (), free=free)
-        compiled = by_inductor(graph, given, free)
+        made = by_inductor(graph, given, free)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "compiled"
-        compiled.save(path=str(path))
+        made.save(path=str(path))
         contents = path.read_bytes()
     return Kind(
+        key=f"{alike.key} {attention}",
         contents=contents,
-        called=words_of(calls[0].form),
+        called=words_of(alike.calls[0].form),
         dtypes=tuple(t.dtype for t in inputs),
         gives=function.gives,
         fixed=free.fixed,

@@ -1,4 +1,4 @@
-"""The step of a build that compiles a network: in the child process, on the device itself."""
+"""The step of a build that compiles a whole network: in the child process, on the device itself."""
 
 from __future__ import annotations
 
@@ -7,13 +7,12 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import torch
 
-from ...architectures.shapes import TensorSpec, sample_inputs
+from ...architectures.shapes import sample_inputs
 from ...comfy_model.float32 import results_in_float32
 from ...comfy_model.torch_kernels import best_attention, laid_out
 from ...engine_library import BuildError, yardstick
@@ -23,10 +22,8 @@ from ...sessions import gpu_timing
 from ...sessions.cuda_graphs import GraphCache
 from .. import LiveTask, Progress
 from . import attention, quantised_graph
-from .compile_kinds import compile_kinds
 from .compiled import Compiled, compile_in_parts, compile_to_file, file_name, lifted
 from .cpu import cpu_kind
-from .kinds import InBlocks, Kinds
 from .opened_files import open_file
 
 log = logging.getLogger(__name__)
@@ -37,10 +34,6 @@ COMPILED_LIMITS = {"float32": 1e-4, "float16": 1e-2, "bfloat16": 5e-2}
 In half precision it holds only where float32 cannot be had, see ``yardstick``. It is below ``engine.LIMITS``: the
 kernels are torch's own, fused anew.
 """
-
-MORE = 8
-"""A file of free sizes is also tried with sizes that are larger by such a part than those that it was compiled with."""
-
 
 def compile_network(function: torch.nn.Module, task: LiveTask, progress: Progress) -> dict:
     """Compile a network for each of the task's sizes, and compare what came out with the network run plainly.
@@ -55,77 +48,50 @@ def compile_network(function: torch.nn.Module, task: LiveTask, progress: Progres
     Raises:
         BuildError: Inductor failed, or what it made differs from the network run plainly.
     """
-    task = replace(task, sizes=[_example(task, sizes) for sizes in task.sizes])
     for parameter in function.parameters():
         parameter.data = laid_out(parameter.data)
     tensors = lifted(function)
-    names, weights = list(tensors), list(tensors.values())
+    names, weights, names_out = list(tensors), list(tensors.values()), [spec.name for spec in task.outputs]
     seconds, record = {}, []
     among = f" with {task.processes} processes" if task.submit else ""
     progress(f"compiling{among}", 0.05)
     started = time.perf_counter()
     chosen = [attention.choose(function, _inputs(task, sizes)) for sizes in task.sizes]
-    with _told():
+    with inductors_failures():
         begun = [_begin(task, function, weights, names, sizes, kernel)
                  for sizes, (kernel, _) in zip(task.sizes, chosen, strict=True)]  # fmt: skip
     for i, sizes in enumerate(task.sizes):
         progress(f"compiling{_batch(task, sizes, ' for batch ')}{among}", 0.05 + 0.8 * i / len(task.sizes))
-        with _told():
+        with inductors_failures():
             begun[i]()
         now = time.perf_counter()
-        seconds[f"compile_{Path(_name(task, sizes)).stem}"], started = now - started, now
+        seconds[f"compile_{Path(file_name(sizes)).stem}"], started = now - started, now
     first = None
     for i, (sizes, (kernel, timed)) in enumerate(zip(task.sizes, chosen, strict=True)):
         progress(f"comparing{_batch(task, sizes, ' batch ')} with the normal model", 0.85 + 0.12 * i / len(task.sizes))
-        compiled = _runner(function, weights, open_file(task.folder / _name(task, sizes)))
-        for case in _cases(task, sizes):
-            given = _inputs(task, case)
-            with torch.inference_mode():
-                results = compiled(*given)
-            found = _compared(function, given, results, task.outputs, case, task.precision)
-            record.append({**case, **found, **({"attention": kernel, "attention_ms": timed} if timed else {})})
+        compiled = partial(open_file(task.folder / file_name(sizes)), *weights)
+        given = _inputs(task, sizes)
+        with torch.inference_mode():
+            results = compiled(*given)
+        found = compared(function, given, results, names_out, sizes, task.precision)
+        record.append({**sizes, **found, **({"attention": kernel, "attention_ms": timed} if timed else {})})
         first = first or compiled
         del results, given, compiled
-    figures = {"cpu": cpu_kind()} if task.device.type == "cpu" else {}
+    told = {"cpu": cpu_kind()} if task.device.type == "cpu" else {}
     if task.device.type == "cuda":
         progress("measuring", 0.97)
-        figures = _figures(function, first, _inputs(task, task.sizes[0]))
+        told = figures(function, first, _inputs(task, task.sizes[0]))
     seconds["compare"] = time.perf_counter() - started
     return {
-        "files": [_name(task, sizes) for sizes in task.sizes],
+        "files": [file_name(sizes) for sizes in task.sizes],
         "seconds": seconds,
-        "parity": {**yardstick.figures(record), "cases": record, "against": _against(record), **figures},
+        "parity": {**yardstick.figures(record), "cases": record, "against": against(record), **told},
     }
 
 
-def _example(task: LiveTask, sizes: dict[str, int]) -> dict[str, int]:
-    """The sizes that the file for some sizes is compiled with; no two that it leaves free are alike."""
-    return {**sizes, **{symbol: task.free[symbol].opt for symbol in task.left_free(sizes)}}
-
-
-def _name(task: LiveTask, sizes: dict[str, int]) -> str:
-    return file_name(sizes, task.left_free(sizes))
-
-
-def _cases(task: LiveTask, sizes: dict[str, int]) -> list[dict[str, int]]:
-    """The calls to compare what was compiled for some sizes with native in; with other sizes where it leaves some free.
-
-    Far below what it was compiled with, and above.
-    """
-    free = {symbol: task.free[symbol] for symbol in task.left_free(sizes)}
-    if not free:
-        return [sizes]
-    least = {symbol: max(1, served.min) for symbol, served in free.items()}
-    more = {symbol: min(sizes[symbol] + max(1, sizes[symbol] // MORE), served.max) for symbol, served in free.items()}
-    without = {symbol: 0 for symbol, served in free.items() if served.min == 0}
-    cases = [{**sizes, **changes} for changes in ({}, least, more)]
-    return [*cases, *({**case, **without} for case in cases if without)]
-
-
 def _batch(task: LiveTask, sizes: dict[str, int], word: str) -> str:
-    """Words for the batch that a file is for; none where it leaves all sizes free."""
-    whole = len(task.left_free(sizes)) < len(sizes)
-    return f"{word}{next((spec.shape(sizes)[0] for spec in task.inputs), 1)}" if whole else ""
+    """Words for the batch that a file is for."""
+    return f"{word}{next((spec.shape(sizes)[0] for spec in task.inputs), 1)}"
 
 
 def _inputs(task: LiveTask, sizes: dict[str, int]) -> list[torch.Tensor]:
@@ -138,10 +104,7 @@ def _begin(
     kernel: str | None,
 ) -> Callable[[], object]:  # fmt: skip
     """Begin to compile a size and return what ends with its file: all of it where this process is alone."""
-    path = task.folder / _name(task, sizes)
-    if getattr(function, "blocks", None):
-        calls = [_inputs(task, case) for case in _cases(task, sizes)]
-        return lambda: path.write_bytes(compile_kinds(function, calls, kernel))
+    path = task.folder / file_name(sizes)
     late = [i for i, spec in enumerate(task.inputs) if spec.late]
     arguments = (function, weights, names), (path, kernel, late)
     if task.submit is not None:
@@ -151,7 +114,7 @@ def _begin(
 
 
 @contextmanager
-def _told() -> Iterator[None]:
+def inductors_failures() -> Iterator[None]:
     """Raise what Inductor raises as BuildError."""
     try:
         yield
@@ -164,15 +127,7 @@ def _told() -> Iterator[None]:
         ) from error
 
 
-def _runner(function: torch.nn.Module, weights: Sequence[torch.Tensor], opened: Compiled | Kinds) -> Compiled:
-    """A network's outputs for its inputs by what was compiled."""
-    if isinstance(opened, Kinds):
-        own = [list(lifted(block).values()) for block in function.blocks]
-        return InBlocks(function, opened, lambda: own)
-    return partial(opened, *weights)
-
-
-def _figures(function: torch.nn.Module, compiled: Compiled, given: list) -> dict:
+def figures(function: torch.nn.Module, compiled: Compiled, given: list) -> dict:
     """Milliseconds of a call, plain and as a prompt makes it; none where they cannot be taken: no engine needs them."""
     graphs = GraphCache(given[0].device)
     names = [str(i) for i in range(len(given))]
@@ -190,13 +145,14 @@ def _figures(function: torch.nn.Module, compiled: Compiled, given: list) -> dict
     return {"driver": driver_version(), "native_ms": round(native, 3), "engine_ms": round(engine, 3)}
 
 
-def _compared(
-    function: torch.nn.Module, given: list, results: tuple, outputs: Sequence[TensorSpec], sizes: dict, precision: str
-) -> dict[str, float]:
+def compared(
+    function: torch.nn.Module, given: list, results: Sequence[torch.Tensor], names: Sequence[str], sizes: object,
+    precision: str,
+) -> dict[str, float]:  # fmt: skip
     """Figures of the output with the largest relative error; BuildError when it is over its limit."""
     with torch.inference_mode(), best_attention(given[0].device):
         expected = function(*given)
-    names, native = [spec.name for spec in outputs], None
+    native = None
     rounds = precision != "float32" or quantised_graph.has_quantised(function)
     exact = results_in_float32(function, given) if rounds else None
     if exact is not None:
@@ -214,7 +170,7 @@ def _compared(
     return found
 
 
-def _against(cases: Sequence[Mapping]) -> str:
+def against(cases: Sequence[Mapping]) -> str:
     """The reference of all cases, in words."""
     plainly, exactly = "the same weights run plainly on the same device", "the same weights in float32, beside native"
     told = {exactly if "native_rel_err" in case else plainly for case in cases}

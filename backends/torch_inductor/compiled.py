@@ -12,6 +12,7 @@ import logging
 import pickle
 import re
 import tempfile
+import uuid
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
@@ -44,7 +45,7 @@ KINDS_HEADER = b"compiled by kinds of blocks\n"
 
 _FILE_NAME = re.compile(r"[A-Z]{1,4}[0-9]*(-[A-Z]{1,4}[0-9]*)*\.bin")
 
-FORMAT = 8
+FORMAT = 9
 """Raise this when older files would be called wrongly or run much slower: they become stale."""
 
 OBJECTS = 20_000
@@ -239,7 +240,9 @@ def by_inductor(graph: torch.fx.GraphModule, given: Sequence[torch.Tensor], free
     import torch._inductor
 
     if free is not None:
-        with _choices(), free.known_to_inductor():
+        # from its caches Inductor takes code without the conditions on sizes that it holds for
+        never_seen = torch.compiler.config.patch(cache_key_tag=uuid.uuid4().hex)
+        with _choices(), free.known_to_inductor(), never_seen:
             return torch._inductor.standalone_compile(graph, given, dynamic_shapes="from_tracing_context", aot=True)
     with _choices():
         return torch._inductor.standalone_compile(graph, given, dynamic_shapes="from_example_inputs", aot=True)

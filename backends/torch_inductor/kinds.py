@@ -35,6 +35,7 @@ class Kind:
     """The compiled code for blocks of one kind, as a file has it.
 
     Attributes:
+        key: the same for blocks that the same code serves, of whatever network.
         contents: Inductor's file.
         called: how its blocks are called, in words; see ``blocks.words_of``.
         dtypes: those of the inputs.
@@ -45,6 +46,7 @@ class Kind:
         conditions: hold for the sizes that it serves.
     """
 
+    key: str
     contents: bytes
     called: str
     dtypes: tuple[torch.dtype, ...]

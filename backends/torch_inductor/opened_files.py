@@ -40,6 +40,23 @@ def open_contents(contents: bytes, device: torch.device) -> Compiled | Kinds:
         return _opened[key]
 
 
+def kinds_in(contents: bytes) -> list[Kind]:
+    """The kinds of blocks in a file that the caller knows to be ours; none in one of a whole network."""
+    return _kinds(contents)[1] if contents.startswith(KINDS_HEADER) else []
+
+
+def _kinds(contents: bytes) -> tuple[list[tuple[int, ...]], list[Kind]]:
+    of, kinds = pickle.loads(contents[len(KINDS_HEADER) :])
+    return of, [Kind(**kind) for kind in kinds]
+
+
+def open_one(contents: bytes) -> Compiled:
+    """Open one of Inductor's files in the process that compiles."""
+    compiled = _open(contents, None)
+    assert not isinstance(compiled, Kinds)
+    return compiled
+
+
 def _open(contents: bytes, gpu: int | None) -> Compiled | Kinds:
     import torch._inductor.config
 
@@ -48,8 +65,8 @@ def _open(contents: bytes, gpu: int | None) -> Compiled | Kinds:
     # nothing is compiled here, and starting Inductor's pool of compilers would keep all cores busy for seconds
     with torch._inductor.config.patch(compile_threads=1), torch.inference_mode(False), torch.no_grad():
         if contents.startswith(KINDS_HEADER):
-            of, kinds = pickle.loads(contents[len(KINDS_HEADER):])
-            return Kinds(of, [Kind(**kind) for kind in kinds], [_one(kind["contents"], gpu) for kind in kinds])
+            of, kinds = _kinds(contents)
+            return Kinds(of, kinds, [_one(kind.contents, gpu) for kind in kinds])
         if not contents.startswith(PARTS_HEADER):
             return _one(contents, gpu)
         each, plans, outputs = pickle.loads(contents[len(PARTS_HEADER):])

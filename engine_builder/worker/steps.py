@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ...architectures import architectures
+from ...architectures.calls import serves_every_size
 from ...architectures.shapes import Profile
 from ...backends import BuildRequest, LiveTask, Progress
 from ...comfy_model.comfyui_shims import import_comfyui
@@ -83,8 +84,9 @@ def build(task: Task, progress: Progress) -> dict:
 def compile_network(task: Task, progress: Progress) -> dict:
     """Let a backend that runs live weights compile the network for the sizes of ``compiled``.
 
-    The task has the network and the backend (see ``task``) and the ``device``: ``cuda`` or ``cpu``. Where helpers are
-    to compile parts it has their number, ``processes``, and the ``compilers`` of each; see ``engine_builder.parallel``.
+    The task has the network and the backend (see ``task``), the ``device`` (``cuda`` or ``cpu``) and the names of files
+    that are ``known``. Where helpers are to compile parts it has their number, ``processes``, and the ``compilers`` of
+    each; see ``engine_builder.parallel``.
     """
     progress("starting the compiler", 0.0)
     processes = task.get("processes", 0)
@@ -94,9 +96,11 @@ def compile_network(task: Task, progress: Progress) -> dict:
 
         inputs, outputs = tensors_of(task)
         device, folder = torch.device(task["device"]), Path(task["folder"])
-        function = function_of(task, device.type, joined=True)[0]
-        free = architectures()[task["architecture"]].free
-        order = LiveTask(inputs, outputs, task["compiled"], task["precision"], device, folder, processes, submit, free)
+        architecture = architectures()[task["architecture"]]
+        function = function_of(task, "meta" if serves_every_size(architecture) else device.type, joined=True)[0]
+        known = [(folder / name).read_bytes() for name in task["known"]]
+        order = LiveTask(inputs, outputs, task["compiled"], task["precision"], device, folder, processes, submit,
+                         architecture.free, known)  # fmt: skip
         return backend_of(task).compile(function, order, progress)
 
 

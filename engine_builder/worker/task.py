@@ -36,22 +36,26 @@ def function_of(
     ComfyUI has to be importable.
 
     Args:
+        device: where its weights are to be; on ``meta`` it has none.
         joined: whether layers that take the same input are computed as one, as on live weights.
     """
     import torch
 
-    from ...comfy_model.snapshot import restore, with_random_weights
+    from ...comfy_model.snapshot import restore, with_random_weights, without_weights
 
     architectures.__path__ = task["architecture_folders"]
     if "weights_file" in task:
         module = restore(task["structure"], task["weights"], Path(task["weights_file"])).to(device)
+    elif device == "meta":
+        module = without_weights(task["structure"])
     else:
         module = with_random_weights(task["structure"], torch.device(device))
     architecture = architectures.architectures()[task["architecture"]]
     if joined:
         architecture.fuse_layers(module)
     function = architecture.function(module)
-    return function.eval().requires_grad_(False), module
+    function = function.eval().requires_grad_(False)
+    return (function.to(device) if device == "meta" else function), module
 
 
 def backend_of(task: Task) -> Backend:
