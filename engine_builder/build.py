@@ -17,7 +17,6 @@ from pathlib import Path
 
 import torch
 
-from ..architectures.calls import serves_every_size
 from ..architectures.shapes import Examples
 from ..backends import Progress, gpu_of, why_refused
 from ..backends.lookup import refusal_for
@@ -43,7 +42,7 @@ from ..engine_library.disk import check_limit, check_room, read_settings, readab
 from ..engine_library.engine import GRAPH_NAME, LIMITS, PARAMETERS_NAME, describe_files
 from ..engine_library.manifest import PACK_VERSION
 from .check import check_engine, check_task, unchecked_engine
-from .limits import TimeLimit, on_cpu, within_memory
+from .limits import WAITED, MakeRoom, TimeLimit, in_blocks, on_cpu, with_room, within_memory
 from .order import BuildOrder
 from .parallel import run_step
 from .resources import check_memory, hold
@@ -68,16 +67,8 @@ ROOM = 2.2
 """Disk that a build needs at its height, in sizes of its weights: the graph's, the engine's, and some."""
 LIVE_ROOM = 256e6
 """Disk that a build for live weights needs: it writes none."""
-BLOCK_ROOM = 4e9
-"""Bytes on the GPU that a build of blocks needs: CUDA's own, a block, also in float32, and what it computes."""
 READS = 3
 """Times that the weights are read anew when somebody changes them meanwhile."""
-
-WAITED = "waited"
-"""In a task's result: seconds before it began."""
-
-MakeRoom = Callable[[torch.device, Callable[[str], None]], None]
-"""Frees a GPU for a build, waiting where it must. Calls what it is given with a phase; that may raise to cancel."""
 
 
 def run_here(task: Task, progress: Progress, log: Log, environment: Mapping[str, str]) -> dict:
@@ -121,7 +112,7 @@ def build_engine(
         raise Unavailable.of(never)
     run = TimeLimit(read_settings(library.roots[0]).build_minutes, order.backend.name).kept_by(within_memory(run))
     if make_room is not None:
-        run = _with_room(run, order, make_room)
+        run = with_room(run, order, make_room)
     for _ in range(READS):
         identity = _identity(order, progress)
         if not again and (found := _existing(order, library, identity)) is not None:
@@ -142,32 +133,6 @@ def build_engine(
         f"the weights of {order.network.label} changed again and again while they were read, so no engine was made "
         "and the normal model keeps running; build while nothing samples"
     )
-
-
-def in_blocks(order: BuildOrder) -> bool:
-    """Tell whether an order is for live weights and a network in blocks, which is compiled without its weights."""
-    return order.backend.runs_live_weights and serves_every_size(order.network.architecture())
-
-
-def _with_room(run: Runner, order: BuildOrder, make_room: MakeRoom) -> Runner:
-    """A runner that has the GPU freed before steps that need it."""
-    device = order.target_device
-
-    def run_with_room(task: Task, progress: Progress, log_line: Log, environment: Mapping[str, str]) -> dict:
-        on_gpu = {"export": False, "check": True}.get(task["step"], order.backend.builds_on_gpu)
-        if not on_gpu or device.type != "cuda":
-            return {**run(task, progress, log_line, environment), WAITED: 0.0}
-        if in_blocks(order) and torch.cuda.mem_get_info(device)[0] >= BLOCK_ROOM:
-            try:
-                return {**run(task, progress, log_line, environment), WAITED: 0.0}
-            except BuildError as failure:  # a prompt beside it may have taken the memory
-                log_line(f"beside what is loaded: {failure}; now with the GPU's memory to itself")
-        began = time.perf_counter()
-        make_room(device, lambda phase: progress(phase, 0.0))
-        waited = time.perf_counter() - began
-        return {**run(task, progress, log_line, environment), WAITED: waited}
-
-    return run_with_room
 
 
 def _identity(order: BuildOrder, progress: Progress) -> EngineIdentity:

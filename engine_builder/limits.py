@@ -1,15 +1,18 @@
-"""Limits of a build's steps: the time that they may take together, and memory and sizes of those that run on a CPU."""
+"""Limits of a build's steps: the time that they may take together, their memory, and sizes of those on a CPU."""
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
 
 from ..architectures import Architecture
-from ..architectures.calls import Call
+from ..architectures.calls import Call, serves_every_size
 from ..backends import Progress
 from ..engine_library import BuildError
+from .order import BuildOrder
 from .resources import available_bytes
 from .worker.task import Task
 from .worker_process import Log
@@ -19,6 +22,16 @@ CPU_ELEMENTS = 2 * 64 * 64
 """Elements of latents, or tokens, of a call that a CPU bears: attention takes memory by the square of an image's."""
 SHARE = 0.9
 """Of the available main memory, for a step; the rest is for the server."""
+
+
+BLOCK_ROOM = 4e9
+"""Bytes on the GPU that a build of blocks needs: CUDA's own, a block, also in float32, and what it computes."""
+
+WAITED = "waited"
+"""In a task's result: seconds before it began."""
+
+MakeRoom = Callable[[torch.device, Callable[[str], None]], None]
+"""Frees a GPU for a build, waiting where it must. Calls what it is given with a phase; that may raise to cancel."""
 
 
 class TimeLimit:
@@ -70,3 +83,29 @@ def on_cpu(architecture: Architecture, calls: Sequence[Call], otherwise: Call) -
         return math.prod(size for name, size in call.items() if name in told)
 
     return [call for call in calls if elements(call) <= CPU_ELEMENTS] or [otherwise]
+
+
+def in_blocks(order: BuildOrder) -> bool:
+    """Tell whether an order is for live weights and a network in blocks, which is compiled without its weights."""
+    return order.backend.runs_live_weights and serves_every_size(order.network.architecture())
+
+
+def with_room(run: Runner, order: BuildOrder, make_room: MakeRoom) -> Runner:
+    """Return a runner that has the GPU freed before steps that need it; blocks are compiled beside what is loaded."""
+    device = order.target_device
+
+    def run_with_room(task: Task, progress: Progress, log_line: Log, environment: Mapping[str, str]) -> dict:
+        on_gpu = {"export": False, "check": True}.get(task["step"], order.backend.builds_on_gpu)
+        if not on_gpu or device.type != "cuda":
+            return {**run(task, progress, log_line, environment), WAITED: 0.0}
+        if in_blocks(order) and torch.cuda.mem_get_info(device)[0] >= BLOCK_ROOM:
+            try:
+                return {**run(task, progress, log_line, environment), WAITED: 0.0}
+            except BuildError as failure:  # a prompt beside it may have taken the memory
+                log_line(f"beside what is loaded: {failure}; now with the GPU's memory to itself")
+        began = time.perf_counter()
+        make_room(device, lambda phase: progress(phase, 0.0))
+        waited = time.perf_counter() - began
+        return {**run(task, progress, log_line, environment), WAITED: waited}
+
+    return run_with_room

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,14 +19,15 @@ from hybrid_trt.architectures.blocks import in_blocks, put_together, take_apart,
 from hybrid_trt.architectures.calls import RequestedCalls, calls_to_compile, example_of, file_sizes, serves_every_size
 from hybrid_trt.architectures.shapes import Picture, Profile, Range, RequestedSizes, sample_inputs
 from hybrid_trt.backends import backends
-from hybrid_trt.backends.torch_inductor import compile_kinds, opened_files
+from hybrid_trt.backends.torch_inductor import compile_blocks, compile_kinds, opened_files
 from hybrid_trt.backends.torch_inductor.compiled import file_name, sizes_of
 from hybrid_trt.backends.torch_inductor.kinds import InBlocks, Kinds
 from hybrid_trt.backends.torch_inductor.session import LiveSession
 from hybrid_trt.comfy_model.network import NativeNetwork
-from hybrid_trt.engine_builder.build import build_engine
+from hybrid_trt.engine_builder import limits
+from hybrid_trt.engine_builder.build import build_engine, run_here
 from hybrid_trt.engine_builder.order import BuildOrder
-from hybrid_trt.engine_library import Engine, Library, trust
+from hybrid_trt.engine_library import BuildError, Engine, Library, trust
 from hybrid_trt.engine_library.engine import relative_error
 from hybrid_trt.page_api import picture_fit
 from tiny_transformers import let_comfyui_load_zimage
@@ -94,13 +96,16 @@ def test_calls_of_all_sizes_want_one_file(qwen: NativeNetwork) -> None:
     assert lacking(qwen, [{}], seen=seen) == lacking(qwen, [{}], pictures=[Picture(480, 64, (1,), 1)]) == []
 
 
-def engine_for(network: NativeNetwork, folder: Path) -> Engine:
+def order_for(network: NativeNetwork) -> BuildOrder:
     inputs = network.architecture().engine_inputs(network.module, "float32")
     symbols = {dim.symbol for spec in inputs for dim in spec.dims if not isinstance(dim, int)}
     requested = RequestedCalls(profile_of(network))
     ((call,),) = calls_to_compile(network.architecture(), requested, symbols, [])
-    order = BuildOrder(network, "float32", Profile.around([call]), TORCH, calls=(call,))
-    return build_engine(order, Library([folder / "library"]), lambda *_: None)
+    return BuildOrder(network, "float32", Profile.around([call]), TORCH, calls=(call,))
+
+
+def engine_for(network: NativeNetwork, folder: Path) -> Engine:
+    return build_engine(order_for(network), Library([folder / "library"]), lambda *_: None)
 
 
 def in_use(session: LiveSession) -> InBlocks:
@@ -157,6 +162,88 @@ def test_the_page_misses_no_engine_for_another_picture_and_a_rebuild_is_one_file
     assert picture_fit._not_served([engine], "torch", True, pictures) == (None, None)
     (again,) = TORCH.to_build(qwen, RequestedCalls(profile_of(qwen), seen=[]), [engine], rebuild=[engine])
     assert again.calls == (example_of(qwen.architecture(), CALL),)
+
+
+@COMPILES
+def test_what_was_compiled_for_a_model_serves_others_with_the_same_blocks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(trust.FOLDER_VARIABLE, str(tmp_path / "keys"))
+    first = engine_for(flux_network("dev"), tmp_path)
+
+    def compiled(*_: object) -> None:
+        raise RuntimeError("compiled again")
+
+    monkeypatch.setattr(compile_blocks, "compiled", compiled)
+    other, library = flux_network("fill"), Library([tmp_path / "library"])
+    engine = build_engine(order_for(other), library, lambda *_: None, run=run_here)
+    assert engine.folder != first.folder
+    session = LiveSession(other, TORCH, "float32")
+    session.use([engine])
+    given = sample_inputs(session.live.inputs, {"B": 1, "N": 35, "C": 12, "T": 9}, seed=1)
+    with torch.inference_mode():
+        result, expected = session.run(given)["out"], session.live.function(*given.values())[0]
+    assert relative_error(result, expected) <= LIMIT
+    assert in_use(session).plain == 0
+    with pytest.raises(BuildError, match="compiled again"):  # others have other blocks
+        build_engine(order_for(flux_network("klein")), library, lambda *_: None, run=run_here)
+
+
+@pytest.mark.parametrize(("free", "asked"), [(8e9, 0), (1e9, 1)])
+def test_blocks_are_compiled_beside_what_is_loaded_where_there_is_room(
+    qwen: NativeNetwork, monkeypatch: pytest.MonkeyPatch, free: float, asked: int
+) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _device: (int(free), int(80e9)))
+    asks: list[torch.device] = []
+    order = replace(order_for(qwen), device=torch.device("cuda", 0))
+    run = limits.with_room(lambda *_: {}, order, lambda device, _tell: asks.append(device))
+    run({"step": "compile"}, lambda *_: None, lambda _line: None, {})
+    assert len(asks) == asked
+
+
+def test_a_build_that_a_prompt_left_no_room_has_the_gpu_to_itself(
+    qwen: NativeNetwork, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _device: (int(8e9), int(80e9)))
+    did: list[str] = []
+
+    def run(*_: object) -> dict:
+        did.append("built")
+        if len(did) == 1:
+            raise BuildError("out of memory")
+        return {}
+
+    order = replace(order_for(qwen), device=torch.device("cuda", 0))
+    limits.with_room(run, order, lambda *_: did.append("asked"))({"step": "compile"}, lambda *_: None, did.append, {})
+    assert did[0] == "built"
+    assert "out of memory" in did[1]
+    assert did[2:] == ["asked", "built"]
+
+
+class Summed(torch.nn.Module):
+    """Has Inductor choose a kernel that holds up to a length."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.randn(64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.softmax(x * self.weight, 1).var(1)
+
+
+@COMPILES
+def test_blocks_that_inductor_has_in_its_caches_hold_for_the_same_sizes() -> None:
+    found = []
+    for _ in range(2):
+        net = torch.nn.Sequential(Summed())
+        net.blocks = in_blocks(net)
+        sizes = (2, 50, 64), (1, 1, 64), (3, 60, 64)
+        ((alike,), _) = compile_kinds.kinds_of(net, [[torch.randn(size)] for size in sizes])
+        block = compile_kinds.BlockFunction(alike.block, alike.calls[0].form)
+        inputs = [torch.randn(t.shape) for t in alike.calls[0].inputs]
+        found.append({str(one) for one in compile_kinds.compiled(alike, block, inputs, None).conditions})
+    assert found[0] == found[1]
+    assert any("<=" in condition for condition in found[0]), "else nothing could be lost"
 
 
 class Block(torch.nn.Module):
