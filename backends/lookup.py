@@ -235,6 +235,11 @@ def backends_for(network: NativeNetwork, choice: str, timed_here: Collection[str
     return able
 
 
+def builds_meanwhile(builder: Backend, device: torch.device) -> bool:
+    """Tell whether a backend builds in the background without being told to: what it builds is small and soon there."""
+    return builder.runs_live_weights and builder.cannot_build(device) is None
+
+
 def refusal_for(network: NativeNetwork, backend: Backend) -> Fallback | None:
     """Return why a backend never serves a network, or None."""
     if backend.runs_live_weights or not (what := network.only_live):

@@ -8,9 +8,10 @@ from pathlib import Path
 from comfy import model_management
 from comfy import utils as comfy_utils
 
-from ..backends import BuildSizes
-from ..backends.lookup import backends_for
+from ..backends import AUTO, BuildSizes
+from ..backends.lookup import backends_for, builds_meanwhile
 from ..comfy_model.comfyui_internals import Feature, works
+from ..comfy_model.network import NativeNetwork
 from ..engine_builder import gpu_room
 from ..engine_builder.jobs import Job, State
 from ..engine_builder.order import BuildOrder
@@ -29,6 +30,17 @@ NO_BUILDS = "This ComfyUI cannot build it, the command line can; the log says wh
 _found: dict[Path, Engine] = {}  # the engines that nodes have found
 _losses = 0  # how many of them were gone afterwards
 _left_out = 0  # builds that were not ordered, as the prompt was one that warms
+
+
+def meaning(when_missing: str, network: NativeNetwork, backend: str) -> str:
+    """Return what a node's choice means for a network: auto builds meanwhile where that takes seconds to a minute."""
+    if when_missing != AUTO:
+        return when_missing
+    try:
+        builder = backends_for(network, backend)[0]
+    except Unavailable:
+        return USE_NATIVE
+    return IN_BACKGROUND if builds_meanwhile(builder, network.device) else USE_NATIVE
 
 
 def build_if_missing(handle: EngineHandle, when_missing: str) -> None:
@@ -97,7 +109,7 @@ def generation(when_missing: str) -> str:
     for folder in [folder for folder, engine in list(_found.items()) if _is_lost(engine)]:
         _found.pop(folder, None)
         _losses += 1
-    happened = _losses + _left_out + (ended() if when_missing == IN_BACKGROUND else to_do())
+    happened = _losses + _left_out + (to_do() if when_missing == BUILD_NOW else ended())
     return f"{happened} {ever_uncovered()} {running_pictures()} {running_orders()}"
 
 

@@ -131,7 +131,8 @@ def for_its_pictures(
     Auto's numbers. So the build is for these numbers, and the node is known by the keys of both.
     """
     order, numbers = place.order, [name for name in SIZE_NAMES if name in settings]
-    builds = order is not None or when_missing != USE_NATIVE
+    meaning = building.meaning(when_missing, network, str(settings.get("backend", AUTO)))
+    builds = order is not None or meaning != USE_NATIVE
     if not builds or any(settings[name] for name in numbers if name != "opt_size"):
         return place, dict(settings)
     graph = order.graph if order is not None else all_nodes(place.prompt)
@@ -172,8 +173,8 @@ def build(handles: Sequence[EngineHandle], when_missing: str, order: Order | Non
     for handle in handles:
         if order is not None:
             building.build_as_requested(handle, again)
-        elif when_missing != USE_NATIVE:
-            building.build_if_missing(handle, when_missing)
+        elif (meaning := building.meaning(when_missing, handle.network, handle.choice.backend)) != USE_NATIVE:
+            building.build_if_missing(handle, meaning)
         node_states.learn(handle.node_key, handle)
         _order_given(handle.node_key)
         building.remember(handle)

@@ -10,7 +10,7 @@ from ..backends import AUTO, backends
 USE_NATIVE = "use native"
 BUILD_NOW = "build now"
 IN_BACKGROUND = "build in background"
-WHEN_MISSING = (USE_NATIVE, BUILD_NOW, IN_BACKGROUND)
+WHEN_MISSING = (AUTO, USE_NATIVE, BUILD_NOW, IN_BACKGROUND)
 
 MAX_ROWS = 16
 REPORT = "TRTReport"
@@ -230,9 +230,10 @@ def _settings() -> list[io.Input]:
             "when_missing",
             display_name="If no engine yet",
             options=list(WHEN_MISSING),
-            default=USE_NATIVE,
+            default=AUTO,
             tooltip="What to do when the library has no engine for this model: run at normal speed; build one "
-            "first; or run at normal speed and build one meanwhile, which the next prompt uses.",
+            "first; or run at normal speed and build one meanwhile, which the next prompt uses. auto builds "
+            "meanwhile with the torch backend, and runs at normal speed with the others.",
         ),
         _size("min_size", "Smallest size", "Smallest width or height in pixels."),
         _size("opt_size", "Best size", "Size in pixels to be fastest at."),

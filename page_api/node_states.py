@@ -31,7 +31,7 @@ from ..sessions.session import refusal_of
 from . import picture_fit
 from .build_orders import workflow_of
 from .node_records import FILE_NAME, NodeRecord, read_records, write_records
-from .outlook import NodeRequest, parameters_of, refused_by_file, seconds, serves_any_size
+from .outlook import NodeRequest, builds_by_itself, parameters_of, refused_by_file, seconds, serves_any_size
 
 MAX_NODES = 500
 MOST_SPEED = 1e6
@@ -135,6 +135,8 @@ class NodeStates:
         family, choice = (known.architecture, known.backend) if known else ("", "")
         tokens = longest_prompt(key, family)
         engines = engines if answer["state"] == "ready" else ()
+        like = known or self._like(wish)
+        answer["by_itself"] = like is not None and builds_by_itself(wish.backend or like.backend, like.device)
         return answer | picture_fit.told(wish, family, engines, choice, answer.get("any_size", False), tokens)
 
     def _state(self, key: str, wish: NodeRequest) -> tuple[dict, NodeRecord | None, Sequence[Engine]]:

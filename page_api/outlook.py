@@ -17,7 +17,7 @@ from safetensors import SafetensorError, safe_open
 from ..architectures import Role, may_be_served, patch_nodes
 from ..architectures.shapes import SIZE_NAMES, Picture, RequestedSizes
 from ..backends import AUTO
-from ..backends.lookup import usable_backends
+from ..backends.lookup import builds_meanwhile, usable_backends
 from ..engine_builder.expected_time import expected
 from ..engine_library import Fallback, Library, Reason, Unavailable
 from .read_graph import class_of, inputs_of
@@ -146,6 +146,14 @@ def seconds(
         return known, kind not in VAES and any(one.runs_live_weights for one in usable)
     except (Unavailable, RuntimeError):  # no such backend, or no such device any more
         return None, False
+
+
+def builds_by_itself(backend: str, device: str) -> bool:
+    """Tell whether a node whose choice is ``auto`` has an engine built in the background."""
+    try:
+        return builds_meanwhile(usable_backends(backend, torch.device(device))[0], torch.device(device))
+    except (Unavailable, RuntimeError):  # as in ``seconds``
+        return False
 
 
 def serves_any_size(kind: str, backend: str, device: str) -> bool:

@@ -16,7 +16,7 @@ const labelled = (values) => values.map((value) => ({ text: valueLabel(value), v
 
 /** As ComfyUI's extensions declare settings; to be asked for once the families have offered their sizes. */
 export const settings = () => [
-    setting("WhenMissing", "If no engine yet", labelled(["use native", "build now", "build in background"]), "use native"),
+    setting("WhenMissing", "If no engine yet", labelled(["auto", "use native", "build now", "build in background"]), "auto"),
     setting("Sizes", "Picture size", Object.keys(PRESETS).map((key) => ({ text: presetName(key), value: key })), "presetFit"),
     setting("Backend", "Backend", ["auto", "onnxruntime", "tensorrt", "tensorrt_rtx", "torch"], "auto"),
     setting("Precision", "Precision", ["auto", "float16", "bfloat16", "float32"], "auto"),

@@ -6,6 +6,7 @@ import { Look } from "./look.mjs";
 import { numbersFromOutside } from "./presets.mjs";
 import { request } from "./server.mjs";
 import { changedUses, isSame, together, usesOf } from "./uses.mjs";
+import { meaning } from "./words.mjs";
 
 const PATIENCE = 250;
 
@@ -104,7 +105,7 @@ export class Tracker {
             if (this.heard.get(node) > started) continue; // the answer is older than the event
             const told = (ids.get(node) ?? []).filter((id) => answer[id]);
             const uses = told.flatMap((id) => usesOf(answer[id]).map((use) => ({
-                ...use, id, whenMissing: prompt[id].inputs.when_missing,
+                ...use, id, whenMissing: meaning(prompt[id].inputs.when_missing, use),
                 sizes: graphChanged && use.sizes ? { ...use.sizes, auto: null } : use.sizes,
                 outside: numbersFromOutside(node, prompt[id].inputs),
                 orders: Object.keys(orders).filter((one) => orders[one].includes(use.key)),

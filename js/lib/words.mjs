@@ -81,6 +81,11 @@ export function about(seconds) {
         : t("aboutMinutes", { count: Math.round(seconds / 60) });
 }
 
+/** What a node does without an engine: auto builds one meanwhile where the server says so. */
+export function meaning(whenMissing, { by_itself: byItself }) {
+    return whenMissing !== "auto" ? whenMissing : byItself ? "build in background" : "use native";
+}
+
 const SOON = { "build now": "soonNow", "build in background": "soonBackground" };
 const WHY = { lora: "whyLora", checkpoint: "whyCheckpoint", settings: "whySettings" };
 
@@ -92,7 +97,7 @@ const WHY = { lora: "whyLora", checkpoint: "whyCheckpoint", settings: "whySettin
 export function outlookWords({ outlook, whenMissing }) {
     if (!outlook) return "";
     const time = about(outlook.seconds);
-    if (outlook.live) return t(whenMissing === "build now" ? "soonLiveNow" : "soonLive", { time });
+    if (outlook.live) return t({ "build now": "soonLiveNow", "build in background": "soonLiveBackground" }[whenMissing] ?? "soonLive", { time });
     const plain = !(whenMissing in SOON) && !outlook.why;
     if (plain && !outlook.seconds) return "";
     const key = whenMissing === "build now" && !outlook.certain ? "soonNowPerhaps" : SOON[whenMissing] ?? "soonNative";
