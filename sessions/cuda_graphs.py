@@ -11,6 +11,7 @@ happens while sampling: memory would grow.
 from __future__ import annotations
 
 import logging
+import math
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
@@ -34,6 +35,8 @@ from .failed_capture import Replay, release_failed_capture
 log = logging.getLogger(__name__)
 
 MAX_GRAPHS = 8
+SHARE = 1 / 8
+"""Of a GPU's memory, for the graphs of a network."""
 MAX_SEEN = 64
 IDLE = 2
 """A graph gives way to shapes that come so many times as often."""
@@ -138,11 +141,13 @@ class GraphCache:
         limit: int = MAX_GRAPHS,
         capture: Capture | None = None,
         steady: Collection[str] = (),
+        most_bytes: float | None = None,
     ):
         """
         Args:
             limit: number of graphs kept. The least recently used goes first, unless it is needed about as often as
                 its successor: capturing at every call would be slower than running plainly.
+            most_bytes: that they hold together, unless one alone holds more; by default ``SHARE`` of the GPU's memory.
             capture: captures on this device; without one, and off CUDA, everything runs plainly.
             steady: inputs that are copied in only when another tensor object comes.
         """
@@ -150,6 +155,7 @@ class GraphCache:
         self.failure: str | None = None
         self.plain: str | None = None
         self._limit = limit
+        self._most_bytes = _share_of(device) if most_bytes is None else most_bytes
         self._steady = frozenset(steady)
         self._captured: OrderedDict[tuple, _CapturedGraph] = OrderedDict()
         self._seen: OrderedDict[tuple, int] = OrderedDict()  # without a graph: number of the call before
@@ -272,15 +278,20 @@ class GraphCache:
         self._seen[key] = self._calls
         while len(self._seen) > MAX_SEEN:
             self._seen.popitem(last=False)
-        if before is None or len(self._captured) < self._limit:
+        if before is None or not self._is_full():
             return before is not None
         oldest = next(iter(self._captured.values()))
         return self._calls - oldest.used > IDLE * (self._calls - before)
 
+    def _is_full(self) -> bool:
+        """Tell whether another graph, of the size of the largest one, has no place beside those that are kept."""
+        sizes = [graph.bytes for graph in self._captured.values()]
+        return len(sizes) >= self._limit or sum(sizes) + max(sizes, default=0) > self._most_bytes
+
     def _make(
         self, own: Callable[[], Function], given: Tensors, inputs: Tensors, key: tuple
     ) -> _CapturedGraph | None:
-        while len(self._captured) >= self._limit:
+        while self._captured and self._is_full():
             self._captured.popitem(last=False)
         free_idle_memory(self.device)
         before = _reserved(self.device)
@@ -298,6 +309,8 @@ class GraphCache:
         held = sum(t.nbytes for t in (*map(graph.inputs.get, graph.copied), *graph.block.values()))
         graph.bytes = max(_reserved(self.device) - before, held)
         self._captured[key] = graph
+        while len(self._captured) > 1 and self.bytes > self._most_bytes:  # it is larger than the largest was
+            self._captured.popitem(last=False)
         return graph
 
     def _capture_graph(self, graph: _CapturedGraph) -> None:
@@ -346,6 +359,10 @@ def _copy_all(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
             target.copy_(source)
     for group in alike.values():
         torch._foreach_copy_(*group)
+
+
+def _share_of(device: torch.device) -> float:
+    return SHARE * torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else math.inf
 
 
 def _reserved(device: torch.device) -> int:

@@ -48,6 +48,24 @@ def test_plain_first_captured_at_the_second_call_and_replayed_after() -> None:
     assert counts == [(0, 0), (1, 1), (1, 2), (1, 3)]
 
 
+def test_graphs_hold_no_more_bytes_together_than_they_may_but_for_one() -> None:
+    x = {size: random(size) for size in (1000, 1001, 1002, 5000)}
+    cache = GraphCache(CPU, capture=Recorder(), most_bytes=20_000)  # two of about 8 kB, none of 40 kB
+    for size in (1000, 1000, 1001, 1001):
+        check(cache, x=x[size])
+    assert len(cache) == 2
+    for _ in range(6):
+        check(cache, x=x[1002])
+    assert len(cache) == 2
+    assert cache.bytes <= 20_000
+    for _ in range(12):
+        check(cache, x=x[5000])
+    assert len(cache) == 1, "one alone may hold more"
+    for _ in range(2):
+        check(cache, x=x[1000])
+    assert cache.bytes > 20_000, "what comes as often does not make it go"
+
+
 def test_results_belong_to_the_caller() -> None:
     cache = GraphCache(CPU, capture=Recorder())
     x = random(2, 3)
