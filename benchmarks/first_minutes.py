@@ -1,0 +1,195 @@
+"""The first minutes with a large model, as an artist meets them: whole prompts in a real ComfyUI server.
+
+    python benchmarks/first_minutes.py --comfyui ~/ComfyUI --base /tmp/benchmark --out first_minutes.json
+
+Each way (*stock* nodes, core's *TorchCompileModel*, *TRT Accelerate* as it is placed, and with *build first*) has a
+server of its own, and one more that finds its engines. The first prompt comes, then others, another size, another
+length of the prompt, a LoRA, its strength. Weights are random; ``--tiny`` tries all of it on a CPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import statistics
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE), str(HERE.parent / "tools"), str(HERE.parent / "tests" / "support")]
+
+import prompts
+from comfy_process import ComfyProcess, History
+from prompts import node, relative_difference
+
+WAYS = ("stock", "compile", "default", "build first")
+RUNS = 3
+STEPS = {"zimage": 8, "flux": 20, "qwen_image": 8, "wan": 4}
+OTHER = {1024: (832, 1216), 1328: (1104, 1472), 832: (480, 832)}
+"""Width of a case's picture -> another size."""
+BUILD_SECONDS = 300
+
+
+class Bench:
+    """A case's files, and its prompts in one way."""
+
+    def __init__(self, name: str, options: argparse.Namespace):
+        from large_models import CASES
+
+        case = CASES[name]
+        self.name, self.options, self.base = name, options, options.base
+        self.case = replace(case, side=128, height=0, width=case.tiny_width) if options.tiny else case
+        self.size = (self.case.side, self.case.height or self.case.side)
+        self.other = (96, 160) if options.tiny else OTHER[case.side]
+        self.stock: dict[str, Any] = {}
+        self._make_files()
+
+    def _make_files(self) -> None:
+        import torch
+        from large_weights import drawn
+        from safetensors.torch import save_file
+
+        for folder in ("diffusion_models", "loras"):
+            (self.base / "models" / folder).mkdir(parents=True, exist_ok=True)
+        config = self.case.tiny if self.options.tiny else self.case.config
+        weights = drawn(self.case.network, config, self.case.eight_bit, "cpu" if self.options.tiny else "cuda")
+        lora = {}
+        for key, weight in weights.items():
+            if weight.ndim == 2 and any(f"{part}.weight" in key for part in ("qkv", "linear1", "to_q", "self_attn.q")):
+                start = f"diffusion_model.{key.removesuffix('.weight')}"
+                lora[f"{start}.lora_A.weight"] = 0.05 * torch.randn(16, weight.shape[1], dtype=torch.bfloat16)
+                lora[f"{start}.lora_B.weight"] = 0.05 * torch.randn(weight.shape[0], 16, dtype=torch.bfloat16)
+        weights = {key: weight.clone() if key.endswith("comfy_quant") else weight for key, weight in weights.items()}
+        save_file(weights, self.base / "models" / "diffusion_models" / f"{self.name}.safetensors")
+        save_file(lora, self.base / "models" / "loras" / f"{self.name}.safetensors")
+
+    def remove(self) -> None:
+        """Delete the case's files: a lent disk is small."""
+        for folder in ("diffusion_models", "loras"):
+            (self.base / "models" / folder / f"{self.name}.safetensors").unlink(missing_ok=True)
+
+    def prompt(self, comfy: ComfyProcess, way: str, seed: int, size: tuple[int, int], tokens: int, lora: float) -> dict:
+        """A prompt; ``lora`` is its strength, 0 for none."""
+        case, model = self.case, ["model", 0]
+        made = {
+            "model": node("UNETLoader", unet_name=f"{self.name}.safetensors", weight_dtype="default"),
+            "prompt": node("TestConditioning", tokens=tokens, width=case.width, pooled=self._pooled, seed=1),
+        }
+        condition = ["prompt", 0]
+        if lora:
+            made["lora"] = node("LoraLoaderModelOnly", model=model, lora_name=f"{self.name}.safetensors",
+                                strength_model=lora)  # fmt: skip
+            model = ["lora", 0]
+        if way == "compile":
+            made["compile"] = node("TorchCompileModel", model=model, backend="inductor")
+            model = ["compile", 0]
+        elif way != "stock":
+            given = {} if way == "default" else {"when_missing": "build now"}
+            given |= {"backend": "torch"} if self.options.tiny else {}
+            made["accelerate"] = node("TRTAccelerate", model=model, **{**self._placed(comfy), **given})
+            made["report"] = node("TRTReport", after=["sampler", 0])
+            model = ["accelerate", 0]
+        if case.network == "flux":
+            made["guidance"] = node("FluxGuidance", conditioning=condition, guidance=3.5)
+            condition = ["guidance", 0]
+        empty, more = ("EmptyHunyuanLatentVideo", {"length": case.length}) if case.length > 1 else (
+            "EmptySD3LatentImage", {})
+        made["latent"] = node(empty, width=size[0], height=size[1], batch_size=1, **more)
+        made["sampler"] = node(
+            "KSampler", model=model, positive=condition, negative=condition, latent_image=["latent", 0], seed=seed,
+            steps=STEPS[case.network], cfg=1.0, sampler_name="euler", scheduler="simple", denoise=1.0)  # fmt: skip
+        made["save"] = node("TestSaveLatent", latent=["sampler", 0], name="latent")
+        return made
+
+    @property
+    def _pooled(self) -> int:
+        return self.case.tiny.get("vec_in_dim", 0) if self.options.tiny and self.case.pooled else self.case.pooled
+
+    def _placed(self, comfy: ComfyProcess) -> dict[str, Any]:
+        """The settings of a node that was just placed."""
+        asked = comfy.object_info("TRTAccelerate")["input"]["required"]
+        return {name: spec[1]["default"] for name, spec in asked.items() if "default" in (spec[1:] or [{}])[0]}
+
+    def run(self, way: str) -> dict[str, Any]:
+        """All prompts of one way: seconds of each, and how far its latent is from stock's."""
+        import numpy
+
+        row: dict[str, Any] = {"case": self.name, "way": way}
+        length = self.case.tokens
+        plan = [("first", 1, self.size, length, 0.0, 1), ("warm", 10, self.size, length, 0.0, RUNS),
+                ("size_first", 20, self.other, length, 0.0, 1), ("size_warm", 21, self.other, length, 0.0, RUNS),
+                ("prompt_first", 30, self.size, length // 2, 0.0, 1),
+                ("prompt_warm", 31, self.size, length // 2, 0.0, RUNS),
+                ("lora_first", 40, self.size, length, 0.5, 1), ("lora_strength", 41, self.size, length, 0.8, 1),
+                ("lora_warm", 42, self.size, length, 0.8, RUNS)]  # fmt: skip
+        for process, asked in (("", plan), ("again_", plan[:1])):
+            with self._server(f"{process}{way}") as comfy:
+                for label, seed, size, tokens, lora, count in asked:
+                    ended = [self._queue(comfy, way, seed + i, size, tokens, lora) for i in range(count)]
+                    row[process + label] = round(statistics.median(one.seconds for one in ended), 2)
+                    value = numpy.load(ended[-1].output("save", "latent")[0])
+                    if way == "stock":
+                        self.stock[label] = value
+                    elif label in self.stock:
+                        row[f"{process}{label}_rel_err"] = round(relative_difference(value, self.stock[label]), 5)
+                    if way in WAYS[2:]:
+                        row[f"{process}{label}_ran"] = [
+                            (one["backend"], one["engine"], one["native"])
+                            for one in ended[-1].output("report", "report")[0]["rows"]]  # fmt: skip
+                    if way == "default" and label == "first" and not process:
+                        row["ready_s"] = self._until_ready(comfy)
+        return row
+
+    def _server(self, log: str) -> ComfyProcess:
+        page = prompts.prepared(self.base)
+        return ComfyProcess(self.options.comfyui, self.base, arguments=["--front-end-root", str(page)],
+                            log=self.options.logs / f"{self.name}_{log}.log", cpu=self.options.tiny)  # fmt: skip
+
+    def _queue(self, comfy: ComfyProcess, way: str, seed: int, size: tuple[int, int], tokens: int, lora: float
+               ) -> History:  # fmt: skip
+        ended = comfy.queue(self.prompt(comfy, way, seed, size, tokens, lora), timeout=600)
+        assert ended.ok, ended.error
+        return ended
+
+    def _until_ready(self, comfy: ComfyProcess) -> float:
+        """Seconds until nothing is being built any more."""
+        began = time.monotonic()
+        while time.monotonic() - began < BUILD_SECONDS:
+            if all(job["state"] not in ("queued", "running") for job in comfy.get("/hybrid_trt/builds")):
+                break
+            time.sleep(0.2)
+        return round(time.monotonic() - began, 1)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--comfyui", type=Path, required=True)
+    parser.add_argument("--base", type=Path, required=True, help="where models and outputs go")
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--cases", nargs="+", default=["zimage_1024", "flux1_1024_fp8"], help="of large_models.py")
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
+    parser.add_argument("--tiny", action="store_true")
+    options = parser.parse_args()
+    options.comfyui, options.base, options.logs = (p.resolve() for p in (options.comfyui, options.base, options.out))
+    options.logs = options.logs.parent
+    sys.argv = sys.argv[:1]  # ComfyUI reads it
+    sys.path.append(str(options.comfyui))
+    os.environ.setdefault("PYTHONPYCACHEPREFIX", str(options.base / "python_cache"))  # as an installation has it
+    rows = []
+    for name in options.cases:
+        bench = Bench(name, options)
+        for way in options.ways:
+            shutil.rmtree(options.base / "models" / "trt_engines", ignore_errors=True)
+            rows.append(bench.run(way))
+            print({key: value for key, value in rows[-1].items() if not key.endswith("_ran")}, flush=True)
+            options.out.write_text(json.dumps(rows, indent=1) + "\n")
+        bench.remove()
+
+
+if __name__ == "__main__":
+    main()
