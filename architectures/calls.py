@@ -187,7 +187,12 @@ def words_of(architecture: Architecture, call: Call) -> str:
     return architecture.call_words(call) if call else EVERY_SIZE
 
 
-EVERY_SIZE = "every size"
+EVERY_SIZE, ANY_SIZE = "every size", "any size"
+
+
+def lacking_words(architecture: Architecture, call: Call) -> str:
+    """The sizes that nothing was compiled for when a call was made, in words for people."""
+    return ANY_SIZE if serves_every_size(architecture) else architecture.call_words(call)
 
 
 def file_sizes(architecture: Architecture, call: Call) -> dict[str, int]:

@@ -17,6 +17,7 @@ import statistics
 import sys
 import time
 from dataclasses import replace
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +25,15 @@ HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent / "tools"), str(HERE.parent / "tests" / "support")]
 
 import prompts
+
+sys.path.insert(0, str(HERE))  # before the tests' modules, where one of ours has such a name
+import large_models
+import tiny_models
+import torch
 from comfy_process import ComfyProcess, History
+from large_weights import drawn
 from prompts import node, relative_difference
+from safetensors.torch import save_file
 
 WAYS = ("stock", "compile", "default", "build first")
 RUNS = 3
@@ -39,9 +47,7 @@ class Bench:
     """A case's files, and its prompts in one way."""
 
     def __init__(self, name: str, options: argparse.Namespace):
-        from large_models import CASES
-
-        case = CASES[name]
+        case = large_models.CASES[name]
         self.name, self.options, self.base = name, options, options.base
         self.case = replace(case, side=128, height=0, width=case.tiny_width) if options.tiny else case
         self.size = (self.case.side, self.case.height or self.case.side)
@@ -50,10 +56,6 @@ class Bench:
         self._make_files()
 
     def _make_files(self) -> None:
-        import torch
-        from large_weights import drawn
-        from safetensors.torch import save_file
-
         for folder in ("diffusion_models", "loras"):
             (self.base / "models" / folder).mkdir(parents=True, exist_ok=True)
         config = self.case.tiny if self.options.tiny else self.case.config
@@ -148,7 +150,8 @@ class Bench:
     def _server(self, log: str) -> ComfyProcess:
         page = prompts.prepared(self.base)
         return ComfyProcess(self.options.comfyui, self.base, arguments=["--front-end-root", str(page)],
-                            log=self.options.logs / f"{self.name}_{log}.log", cpu=self.options.tiny)  # fmt: skip
+                            log=self.options.logs / f"{self.name}_{log.replace(' ', '_')}.log",
+                            cpu=self.options.tiny)  # fmt: skip
 
     def _queue(self, comfy: ComfyProcess, way: str, seed: int, size: tuple[int, int], tokens: int, lora: float
                ) -> History:  # fmt: skip
@@ -177,9 +180,14 @@ def main() -> None:
     options = parser.parse_args()
     options.comfyui, options.base, options.logs = (p.resolve() for p in (options.comfyui, options.base, options.out))
     options.logs = options.logs.parent
-    sys.argv = sys.argv[:1]  # ComfyUI reads it
+    arguments, sys.argv = sys.argv[1:], sys.argv[:1]  # ComfyUI reads it
     sys.path.append(str(options.comfyui))
+    if options.tiny:
+        tiny_models.import_comfy_on_cpu()
     os.environ.setdefault("PYTHONPYCACHEPREFIX", str(options.base / "python_cache"))  # as an installation has it
+    meta = {"gpu": torch.cuda.get_device_name(0) if torch.cuda.is_available() else "a CPU", "torch": torch.__version__,
+            "cpu_cores": os.cpu_count(), "date": datetime.now(timezone.utc).date().isoformat(),
+            "command": " ".join(["python benchmarks/first_minutes.py", *arguments])}  # fmt: skip
     rows = []
     for name in options.cases:
         bench = Bench(name, options)
@@ -187,7 +195,7 @@ def main() -> None:
             shutil.rmtree(options.base / "models" / "trt_engines", ignore_errors=True)
             rows.append(bench.run(way))
             print({key: value for key, value in rows[-1].items() if not key.endswith("_ran")}, flush=True)
-            options.out.write_text(json.dumps(rows, indent=1) + "\n")
+            options.out.write_text(json.dumps({"meta": meta, "rows": rows}, indent=1) + "\n")
         bench.remove()
 
 

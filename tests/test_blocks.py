@@ -104,6 +104,15 @@ def order_for(network: NativeNetwork) -> BuildOrder:
     return BuildOrder(network, "float32", Profile.around([call]), TORCH, calls=(call,))
 
 
+def test_a_file_that_could_not_be_opened_ahead_says_so_to_the_first_call(caplog: pytest.LogCaptureFixture) -> None:
+    cpu = torch.device("cpu")
+    with caplog.at_level("INFO"):
+        opened_files.ahead(lambda: opened_files.open_contents(b"no file", cpu), cpu).join(60)
+    assert "was not opened ahead" in caplog.text
+    with pytest.raises(RuntimeError, match="corrupted"):
+        opened_files.open_contents(b"no file", cpu)
+
+
 def engine_for(network: NativeNetwork, folder: Path) -> Engine:
     return build_engine(order_for(network), Library([folder / "library"]), lambda *_: None)
 
@@ -158,6 +167,9 @@ def test_the_page_misses_no_engine_for_another_picture_and_a_rebuild_is_one_file
     monkeypatch.setenv(trust.FOLDER_VARIABLE, str(tmp_path / "keys"))
     engine = engine_for(qwen, tmp_path)
     assert list(engine.manifest.files) == ["B-C-L-R-T.bin"]
+    opened: list[Any] = []
+    opened_files.ahead(lambda: opened.append(TORCH.open_live(engine, {}, qwen.device)), qwen.device).join(120)
+    assert TORCH.open_live(engine, {}, qwen.device) is opened[0], "the first call finds it open"
     pictures = [Picture(48, 64, (1,), 1), Picture(640, 480, (1,), 1)]
     assert picture_fit._not_served([engine], "torch", True, pictures) == (None, None)
     (again,) = TORCH.to_build(qwen, RequestedCalls(profile_of(qwen), seen=[]), [engine], rebuild=[engine])

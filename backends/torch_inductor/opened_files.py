@@ -10,6 +10,8 @@ import logging
 import pickle
 import tempfile
 import threading
+from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 
 import torch
@@ -55,6 +57,21 @@ def open_one(contents: bytes) -> Compiled:
     compiled = _open(contents, None)
     assert not isinstance(compiled, Kinds)
     return compiled
+
+
+def ahead(open_file: Callable[[], object], device: torch.device) -> threading.Thread:
+    """Open a file in a thread while ComfyUI loads the model; who needs it before that waits. Failures are told then."""
+
+    def opening() -> None:
+        try:
+            with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+                open_file()
+        except Exception as error:
+            log.info("Hybrid TRT: a compiled file was not opened ahead of its first call (%s)", error)
+
+    thread = threading.Thread(target=opening, name="hybrid-trt-opens", daemon=True)
+    thread.start()
+    return thread
 
 
 def _open(contents: bytes, gpu: int | None) -> Compiled | Kinds:

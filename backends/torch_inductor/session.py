@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import torch
 
-from ...architectures.calls import AsyncInputs, Call, UncoveredCall, file_sizes, words_of
+from ...architectures.calls import AsyncInputs, Call, UncoveredCall, file_sizes, lacking_words, words_of
 from ...architectures.shapes import Profile, ShapeMismatch, bind
 from ...comfy_model.changed_layers import structure_of
 from ...comfy_model.module_copy import ReplacedForward
@@ -25,6 +25,7 @@ from ...sessions.cuda_graphs import GraphCache
 from ...sessions.gpu_memory import EVERYTHING, is_out_of_memory, make_room, need_room, no_room
 from ...sessions.session import first_line, misfit, refusal_of, refuse, shared
 from ...sessions.zeros import Zeros
+from . import opened_files
 from .compiled import Compiled
 from .network import LiveNetwork, Sizes, frozen
 
@@ -174,15 +175,14 @@ class LiveSession:
             if engine not in self.engines:
                 del self._opened[sizes]
                 self._live.forget_compiled(sizes)
-        refused = [why for engine in self.engines if (why := refusal_of(engine)) is not None]
-        self.refusal = refused[0] if refused else None
+        self.refusal = next(filter(None, map(refusal_of, self.engines)), None)
         for engine in self.engines:
-            if refusal_of(engine) is not None:
-                continue
-            for sizes in map(frozen, self.backend.sizes(engine)):
+            for sizes in map(frozen, self.backend.sizes(engine) if refusal_of(engine) is None else ()):
                 if sizes not in self._opened:
                     self._files.setdefault(sizes, engine)
         self.graphs.clear()
+        if self.device.type == "cuda" and (engine := self._files.get(frozenset())) is not None:  # for every size
+            opened_files.ahead(partial(self.backend.open_live, engine, {}, self.device), self.device)
 
     @property
     def _uncompiled(self) -> str:
@@ -301,7 +301,7 @@ class LiveSession:
 
     def _not_compiled(self, sizes: Mapping[str, int]) -> Fallback:
         """The reason for a call that live weights do not serve without a compiled file."""
-        words = self._architecture.call_words(sizes)
+        words = lacking_words(self._architecture, sizes)
         uncovered, advice = UncoveredCall(frozen(sizes), words, "native"), f"build again for {words}"
         detail = f"nothing is compiled for {words}"
         return Fallback(Reason.SHAPE_OUTSIDE_PROFILE, detail, uncovered=uncovered, advice=advice)
@@ -342,7 +342,7 @@ class LiveSession:
                 raise Unavailable(Reason.UNSUPPORTED_INPUT, f"the network has no input {sorted(unknown)[0]}")
             if len(self._plans) > 256:
                 self._plans.clear()
-            sizes, words = frozen(file_sizes(self._architecture, symbols)), self._architecture.call_words(symbols)
+            sizes, words = frozen(file_sizes(self._architecture, symbols)), lacking_words(self._architecture, symbols)
             ran = "graph" if self.device.type == "cuda" else "eager"
             plan = self._plans[key] = _Plan(symbols, sizes, UncoveredCall(frozen(symbols), words, ran))
         return plan
