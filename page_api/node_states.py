@@ -15,7 +15,7 @@ from dataclasses import asdict, replace
 import torch
 
 from ..architectures import architectures, profile_words
-from ..architectures.calls import words_of
+from ..architectures.calls import serves_every_size, words_of
 from ..architectures.shapes import Profile
 from ..backends import AUTO, backends
 from ..backends.lookup import look_up_known, takes_any_weights, wanted_profile
@@ -137,7 +137,10 @@ class NodeStates:
         engines = engines if answer["state"] == "ready" else ()
         like = known or self._like(wish)
         answer["by_itself"] = like is not None and builds_by_itself(wish.backend or like.backend, like.device)
-        return answer | picture_fit.told(wish, family, engines, choice, answer.get("any_size", False), tokens)
+        answer |= picture_fit.told(wish, family, engines, choice, answer.get("any_size", False), tokens)
+        every = family in architectures() and serves_every_size(architectures()[family])
+        answer["sizes"]["every"] = every and answer["by_itself"]
+        return answer
 
     def _state(self, key: str, wish: NodeRequest) -> tuple[dict, NodeRecord | None, Sequence[Engine]]:
         """Return a node's state without its sizes, a node with the same model, and the engines that it uses."""

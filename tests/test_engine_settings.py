@@ -39,6 +39,9 @@ CHANGE = """([id, step]) => { const node = app.graph.getNodeById(id), set = (nam
         lora.connect(0, node, 0);
     } else set('when_missing', step);
     app.extensionManager.workflow.activeWorkflow.changeTracker.captureCanvasState(); }"""
+#: Another backend, as one edit.
+BACKEND = """([id, name]) => { app.graph.getNodeById(id).widgets.find(w => w.name === 'backend').value = name;
+    app.extensionManager.workflow.activeWorkflow.changeTracker.captureCanvasState(); }"""
 #: Width and height of the picture, as one edit.
 RESIZE = """side => { const [width, height] = app.graph.nodes.find(n => n.type === 'EmptyLatentImage').widgets;
     width.value = height.value = side;
@@ -120,6 +123,25 @@ def test_a_person_sees_one_preset_and_the_numbers_on_demand(page: EnginePage, ti
     assert node["widgets_values"] == ["build now", 64, 128, 512, 4, 616, "auto", "auto", "built in"]
     load(page, copy.deepcopy(saved))
     assert page.page.prompt() == before
+
+
+def test_sizes_are_asked_for_where_an_engine_is_not_for_all_of_them(page: EnginePage, comfy: ComfyProcess) -> None:
+    no_engines(comfy)
+    text = (WORKFLOW.parent / "Z-Image - text to image.json").read_text(encoding="utf-8")
+    made = with_tiny_models(json.loads(text), comfy.object_info())
+    for name, value in (("backend", "torch"), ("when_missing", "use native")):
+        set_widget(made, "TRTAccelerate", name, value, comfy.object_info())
+    load(page, made)
+    raw, node = page.page.page, page.node("TRT Accelerate")
+    comfy.queue(page.page.prompt())  # the node learns of its model; the tiny text encoder is of another family
+    for backend, seen in (("torch", False), ("onnxruntime", True), ("torch", False)):
+        raw.evaluate(BACKEND, [node, backend])
+        page.wait_until(node, lambda _, seen=seen: raw.evaluate(WIDGETS, node)["size_preset"]["seen"] is seen, backend)
+        assert [name for name in SIZES if raw.evaluate(WIDGETS, node)[name]["seen"]] == []
+        page.page.settle()
+        page.shot(f"sizes with {backend}")
+        if page.page.vue:
+            assert raw.locator(f"[data-node-id='{node}']").get_by_text("Picture size").count() == seen
 
 
 @slow.when("vue")

@@ -64,7 +64,9 @@ export class PictureSizes {
         this.outside = outside;
         if (!sameSizes(sizesOf(this.node), this.known)) this.#typed();
         else if (isNew && this.choice === AUTO && told.auto) this.#follow(told.auto);
-        if (before !== JSON.stringify([told, outside])) this.#show();
+        if (before === JSON.stringify([told, outside])) return;
+        this.#hide(Boolean(told.every));
+        this.#show();
     }
 
     /** Choose, as if it had been picked: a key as `choice` gives it, with the numbers of a choice of one's own. */
@@ -173,6 +175,16 @@ export class PictureSizes {
         putValues(this.node.widgets, saved, choice === AUTO ? PRESETS[AUTO] : {});
         if (choice === AUTO) delete saved.properties?.[CHOSEN]; // zeros alone say it
         else if (choice === CUSTOM && saved.properties?.[CHOSEN]) saved.properties[CHOSEN] = CUSTOM;
+    }
+
+    /** Show no sizes where an engine serves every one of them. */
+    #hide(hidden) {
+        const { node } = this;
+        for (const widget of [this.widget, ...node.widgets.filter(({ name }) => name in PRESETS[AUTO])]) {
+            widget.hidden = hidden; // the canvas reads this one
+            widget.options.hidden = hidden; // and Vue nodes that
+        }
+        node.graph?.setDirtyCanvas?.(true, true);
     }
 
     #show() {
