@@ -12,10 +12,10 @@ from comfy import model_management
 from server import PromptServer
 
 from ..architectures import presets
-from ..backends import gpu_of
+from ..backends import backends, gpu_of
 from ..backends.lookup import refusals
 from ..comfy_model.hash_cache import source_changed
-from ..engine_library import inventory
+from ..engine_library import Manifest, Reason, inventory
 from ..engine_library.disk import Settings, free_bytes, read_settings, write_settings
 from .http import PREFIX, Refused, answer, changes, read_json, reads
 from .library_folder import FOLDER_KEY, library
@@ -86,8 +86,19 @@ def _entry_json(entry: inventory.Entry) -> dict:
     if entry.engine is not None:
         manifest = entry.engine.manifest
         data = {**engine_json(entry.engine), "kind": manifest.kind, "architecture": manifest.identity.architecture,
-                **data}  # fmt: skip
+                "outdated": _is_outdated(manifest), **data}  # fmt: skip
     return data
+
+
+def _is_outdated(manifest: Manifest) -> bool:
+    """Tell whether an earlier version of its backend, or of ours, has made an engine for this GPU, and none uses it."""
+    identity, device = manifest.identity, model_management.get_torch_device()
+    backend = backends().get(identity.backend)
+    if backend is None or backend.unavailable(device) is not None or identity.device != backend.target(device):
+        return False
+    refusal = backend.refuses(manifest, device)
+    older = identity.backend_version != backend.version()
+    return older and refusal is not None and refusal.reason is Reason.STALE_ENGINE
 
 
 def tell() -> None:

@@ -14,7 +14,7 @@ from browser import chromium, comfy_page
 from builds import until
 from comfy_process import ComfyProcess
 from engine_page import EnginePage, choose
-from fake_engine import publish
+from fake_engine import publish, publish_engine
 from hybrid_trt.engine_library.manifest import USE_NAME
 from playwright.sync_api import Locator, Route, expect
 
@@ -392,6 +392,23 @@ def test_a_build_that_waits_for_its_model_is_listed_too(page: EnginePage, librar
     assert "it was only a test" in page.wait_for(page.node("TRTUNetEngine"), "failed", timeout=60)["text"]
     raw.evaluate(HAPPEN, "status")
     panel.get_by_text("Loading the model").wait_for(state="detached")
+
+
+def test_engines_of_an_earlier_version_are_offered_for_deletion_with_their_size(
+    page: EnginePage, library: Path
+) -> None:
+    for device, weights in (("cpu", "a" * 64), ("cpu", "b" * 64), ("NVIDIA H200, 9.0", "c" * 64)):
+        publish_engine(library, b"x" * 1_000_000, "B1-H8.bin", backend="torch", backend_version="2.11.0 format 1",
+                       device=device, weights=weights)  # fmt: skip
+    publish(library)
+    panel = toggle(page)
+    offer = panel.get_by_text("Of an earlier version, no longer used: 2, 2")  # and some kB
+    offer.wait_for()
+    page.shot("outdated")
+    offer.locator("..").get_by_role("button", name="Delete").click()
+    page.page.page.get_by_role("dialog", name="Delete 2 engines?").get_by_role("button", name="Delete").click()
+    offer.wait_for(state="hidden")
+    assert len(list(library.glob("*/manifest.json"))) == 2, "another GPU's, which may share the folder, and a good one"
 
 
 def test_the_panel_asks_nothing_while_nothing_happens_or_nobody_sees_it(page: EnginePage, library: Path) -> None:

@@ -44,6 +44,7 @@ export class Panel {
         this.header = new PanelHeader({
             draw: () => this.draw(), refresh: () => this.load(), accelerate: () => this.page.accelerate(),
             doctor: () => actions.doctor(), deleteSelected: () => actions.delete(this.#chosen()),
+            deleteOutdated: () => actions.delete(this.data.engines.filter(({ outdated }) => outdated)),
             selectShown: (on) => this.#select(this.#shown().map(({ name }) => name), on),
         });
         this.header.sort.value = this.order;
@@ -119,6 +120,7 @@ export class Panel {
             count: chosen.length, bytes: chosen.reduce((sum, engine) => sum + engine.bytes, 0), shown: shown.length,
             shownSelected: shown.filter(({ name }) => this.selected.has(name)).length,
         });
+        this.header.showOutdated(engines.filter(({ outdated }) => outdated));
         this.#drawJobs();
         this.rows.draw(grouped(shown, this.order), this.selected, this.order);
         this.#drawNothing(shown.length ? "" : engines.length ? "noMatch" : "empty");
@@ -243,7 +245,7 @@ class PanelActions {
 class PanelHeader {
     /**
      * @param {{draw: () => void, refresh: () => void, accelerate: () => void, doctor: () => void, deleteSelected: () => void,
-     *     selectShown: (on: boolean) => void}} actions
+     *     deleteOutdated: () => void, selectShown: (on: boolean) => void}} actions
      */
     constructor(actions) {
         this.use = make("div", "hybrid-trt-quiet");
@@ -264,7 +266,10 @@ class PanelHeader {
         const title = make("div", "hybrid-trt-row hybrid-trt-between");
         title.append(make("h3", "", t("panel")), button("doctor", actions.doctor));
         this.element = make("header", "hybrid-trt-panel-head");
-        this.element.append(title, this.use, this.find, tools, this.#selection(actions));
+        this.outdated = make("div", "hybrid-trt-row hybrid-trt-between");
+        this.outdated.append(make("span", "hybrid-trt-quiet"), button("deleteEngine", actions.deleteOutdated));
+        this.element.append(title, this.use, this.outdated, this.find, tools, this.#selection(actions));
+        this.showOutdated([]);
         this.bar.hidden = true; // until it is known what there is
     }
 
@@ -280,6 +285,13 @@ class PanelHeader {
         this.all.indeterminate = chosen.shownSelected > 0 && !this.all.checked;
         this.told.textContent = chosen.count ? t("selected", { count: chosen.count, size: size(chosen.bytes) }) : t("selectAll");
         this.delete.hidden = !chosen.count;
+    }
+
+    /** Offer to delete engines that another version of torch, TensorRT or this pack has made for this GPU. */
+    showOutdated(engines) {
+        const bytes = engines.reduce((sum, engine) => sum + engine.bytes, 0);
+        this.outdated.hidden = !engines.length;
+        this.outdated.firstChild.textContent = t("outdated", { count: engines.length, size: size(bytes) });
     }
 
     #selection(actions) {
