@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
+from pathlib import Path
 from typing import Any
 
 import numpy
 import pytest
 import torch
+from builds import until
 from comfy_process import ComfyProcess, History
 from safetensors.torch import save_file
 from scenarios import CONDITIONING, SETTINGS, Link, Prompt, latent_of, node, relative_difference
@@ -189,3 +192,50 @@ def test_a_lora_that_widens_a_layer_runs_native_with_the_reason(comfy: ComfyProc
     _, error, calls = compared(comfy, graph(False, "", False), graph(True, "", False))
     assert error <= LIMIT
     assert calls["native"] == 0, "the model without the LoRA has its engine again"
+
+
+AUTO = {"backend": "torch", "when_missing": "auto"}
+SIDES = ((64, 64), (96, 64), (64, 112), (128, 128), (48, 80), (160, 64), (80, 80), (32, 144), (112, 96))
+TOKENS, BATCHES, REFERENCES = (77, 9, 154, 30, 256), (1, 2, 3), ((), (64,), (96, 48))
+
+
+def calls_of_any_size() -> list[tuple[tuple[int, int], int, int, tuple[int, ...]]]:
+    """24 calls in which each size comes, in ever other company."""
+    turning = [itertools.cycle(sizes) for sizes in (SIDES, TOKENS, BATCHES, REFERENCES[::-1])]
+    found = [tuple(next(sizes) for sizes in turning) for _ in range(24)]
+    return [(*case[:3], REFERENCES[(i + i // 3) % 3]) for i, case in enumerate(found)]
+
+
+def any_size(
+    engine: dict[str, Any] | None, side: tuple[int, int], tokens: int, batch: int, refs: tuple[int, ...]
+) -> Prompt:
+    made = Graph(engine, tokens=tokens)
+    made.on_engine()
+    if refs:
+        made.referring(*refs)
+    return made.sampled(width=side[0], height=side[1], batch_size=batch)
+
+
+def compiled_files(comfy: ComfyProcess) -> dict[Path, int]:
+    found = (comfy.base / "models" / "trt_engines").glob("flux1-*-torch-*/*.bin")
+    return {file: file.stat().st_mtime_ns for file in found}
+
+
+def test_the_first_prompt_starts_a_build_that_serves_all_later_ones(comfy: ComfyProcess) -> None:
+    there = compiled_files(comfy)
+    first = calls_of_any_size()[0]
+    _, error, calls = compared(comfy, any_size(None, *first), any_size(AUTO, *first))
+    assert error <= LIMIT
+    assert calls["native"] == 0
+    assert until(lambda: all(job["state"] in ("done", "failed") for job in comfy.get("/hybrid_trt/builds")), 240)
+    built = {file: made for file, made in compiled_files(comfy).items() if file not in there}
+    assert len(compiled_files(comfy)) == 1, "one file, of this test or of one before"
+    for case in calls_of_any_size():
+        reference = latent_of(comfy.queue(any_size(None, *case)))
+        history = comfy.queue(any_size(AUTO, *case))
+        assert relative_difference(latent_of(history), reference) <= LIMIT, case
+        (row,) = history.output("report", "report")[0]["rows"]
+        assert (row["engine"] > 0, row["native"], row["uncompiled"]) == (True, 0, {}), case
+    now = compiled_files(comfy)
+    assert len(now) == 1
+    assert all(now[file] == made for file, made in built.items()), "nothing was built again"
