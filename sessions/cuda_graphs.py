@@ -35,7 +35,7 @@ from .failed_capture import Replay, release_failed_capture
 log = logging.getLogger(__name__)
 
 MAX_GRAPHS = 8
-SHARE = 1 / 8
+SHARE = 0.125
 """Of a GPU's memory, for the graphs of a network."""
 MAX_SEEN = 64
 IDLE = 2

@@ -11,13 +11,12 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ...architectures import architectures
 from ...architectures.calls import serves_every_size
 from ...architectures.shapes import Profile
 from ...backends import BuildRequest, LiveTask, Progress
 from ...comfy_model.comfyui_shims import import_comfyui
 from .helpers import helpers
-from .task import Task, backend_of, function_of, tensors_of
+from .task import Task, architecture_of, backend_of, function_of, tensors_of
 from .validate import check_engine
 
 if TYPE_CHECKING:
@@ -96,7 +95,7 @@ def compile_network(task: Task, progress: Progress) -> dict:
 
         inputs, outputs = tensors_of(task)
         device, folder = torch.device(task["device"]), Path(task["folder"])
-        architecture = architectures()[task["architecture"]]
+        architecture = architecture_of(task)
         function = function_of(task, "meta" if serves_every_size(architecture) else device.type, joined=True)[0]
         known = [(folder / name).read_bytes() for name in task["known"]]
         order = LiveTask(inputs, outputs, task["compiled"], task["precision"], device, folder, processes, submit,

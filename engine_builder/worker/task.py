@@ -17,6 +17,7 @@ from ...architectures.shapes import TensorSpec
 if TYPE_CHECKING:
     import torch
 
+    from ...architectures import Architecture
     from ...backends import Backend
 
 Task = dict
@@ -26,6 +27,12 @@ def tensors_of(task: Task) -> tuple[tuple[TensorSpec, ...], tuple[TensorSpec, ..
     """The engine's inputs and outputs."""
     inputs, outputs = (tuple(TensorSpec.from_json(spec) for spec in task[name]) for name in ("inputs", "outputs"))
     return inputs, outputs
+
+
+def architecture_of(task: Task) -> Architecture:
+    """The family of the task's network. ComfyUI has to be importable."""
+    architectures.__path__ = task["architecture_folders"]
+    return architectures.architectures()[task["architecture"]]
 
 
 def function_of(
@@ -43,14 +50,13 @@ def function_of(
 
     from ...comfy_model.snapshot import restore, with_random_weights, without_weights
 
-    architectures.__path__ = task["architecture_folders"]
+    architecture = architecture_of(task)
     if "weights_file" in task:
         module = restore(task["structure"], task["weights"], Path(task["weights_file"])).to(device)
     elif device == "meta":
         module = without_weights(task["structure"])
     else:
         module = with_random_weights(task["structure"], torch.device(device))
-    architecture = architectures.architectures()[task["architecture"]]
     if joined:
         architecture.fuse_layers(module)
     function = architecture.function(module)
