@@ -369,6 +369,25 @@ def test_a_build_that_moves_up_the_list_keeps_the_focus_on_its_button(page: Engi
     assert focused.evaluate("button => button === document.activeElement")
 
 
+def test_what_the_server_said_before_a_build_went_on_does_not_set_it_back(page: EnginePage, library: Path) -> None:
+    raw, held = page.page.page, []
+    raw.route("**/hybrid_trt/builds", lambda route: route.fulfill(json=JOBS))
+    panel = toggle(page)
+    cards = panel.locator(".hybrid-trt-panel-builds .hybrid-trt-card")
+    expect(cards.first).to_contain_text("second")
+    raw.route("**/hybrid_trt/builds", lambda route: held.append(route))
+    with raw.expect_request("**/hybrid_trt/builds"):
+        raw.evaluate(HAPPEN, "hybrid_trt.library")
+    for job, state in ((JOBS[1], "queued"), (JOBS[2], "running")):
+        raw.evaluate("""job => app.api.dispatchEvent(new CustomEvent('hybrid_trt.build', { detail: job }))""",
+                     {**job, "state": state, "keys": []})
+    expect(cards.first).to_contain_text("third")
+    with raw.expect_response("**/hybrid_trt/builds"):
+        held[0].fulfill(json=JOBS)
+    raw.wait_for_timeout(500)
+    expect(cards.first).to_contain_text("third")
+
+
 def test_a_build_that_waits_for_its_model_is_listed_too(page: EnginePage, library: Path) -> None:
     raw = page.page.page
     held: list[Route] = []

@@ -28,6 +28,7 @@ export class Panel {
         this.jobs = [];
         this.selected = new Set();
         this.order = "sortName";
+        this.news = new Map(); // job id -> the last event of it, and when that came
         this.late = false; // something happened while nobody saw the page
         this.heard = {
             "hybrid_trt.library": () => this.soon(), execution_success: () => this.soon(), reconnected: () => this.soon(),
@@ -83,6 +84,7 @@ export class Panel {
 
     /** A job has changed: progress comes with the event, and only an end changes the library. */
     hear(job) {
+        this.news.set(job.id, [job, performance.now()]);
         const { jobs, ended } = withJob(this.jobs, job);
         this.jobs = jobs;
         if (ended) this.soon();
@@ -106,7 +108,10 @@ export class Panel {
     /** Ask the server for everything and draw it. */
     async load() {
         await this.actions.attempt("refresh", async () => {
+            const asked = performance.now();
             [this.data, this.jobs] = await Promise.all([request(this.api, "/engines"), request(this.api, "/builds")]);
+            for (const [job, heard] of this.news.values()) // the answer may be older
+                if (heard > asked) this.jobs = withJob(this.jobs, job).jobs;
             if (this.root) this.draw();
         });
     }
