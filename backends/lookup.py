@@ -9,8 +9,8 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from ..architectures import runs_per_step
-from ..architectures.calls import RequestedCalls, UncoveredCall
+from ..architectures import architectures, runs_per_step
+from ..architectures.calls import RequestedCalls, UncoveredCall, serves_every_size
 from ..architectures.shapes import Picture, Profile
 from ..engine_library import Engine, EngineQuery, Fallback, Library, Manifest, Reason, Unavailable, trust
 from . import AUTO, Backend, backends, gpu_of, kind_of, why_refused
@@ -235,9 +235,23 @@ def backends_for(network: NativeNetwork, choice: str, timed_here: Collection[str
     return able
 
 
-def builds_meanwhile(builder: Backend, device: torch.device) -> bool:
-    """Tell whether a backend builds in the background without being told to: what it builds is small and soon there."""
-    return builder.runs_live_weights and builder.cannot_build(device) is None
+WHOLE = 8e9
+"""Bytes on the GPU that compiling a whole network takes beside its weights."""
+
+
+def builds_meanwhile(builder: Backend, device: torch.device, architecture: str, parameters: int) -> bool:
+    """Tell whether a backend builds in the background without being told to: where that disturbs no prompt.
+
+    Blocks are compiled without weights. A whole network has its own on the GPU, beside those that ComfyUI loads.
+    """
+    if not builder.runs_live_weights or builder.cannot_build(device) is not None:
+        return False
+    known = architectures().get(architecture)
+    if device.type != "cuda" or (known is not None and serves_every_size(known)):
+        return True
+    import torch
+
+    return torch.cuda.mem_get_info(device)[1] >= WHOLE + 2 * parameters * torch.float16.itemsize
 
 
 def refusal_for(network: NativeNetwork, backend: Backend) -> Fallback | None:

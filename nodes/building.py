@@ -33,14 +33,16 @@ _left_out = 0  # builds that were not ordered, as the prompt was one that warms
 
 
 def meaning(when_missing: str, network: NativeNetwork, backend: str) -> str:
-    """Return what a node's choice means for a network: auto builds meanwhile where that takes seconds to a minute."""
+    """Return what a node's choice means for a network: auto builds meanwhile where that disturbs nothing."""
     if when_missing != AUTO:
         return when_missing
     try:
-        builder = backends_for(network, backend)[0]
+        builder, architecture = backends_for(network, backend)[0], network.architecture().name
     except Unavailable:
         return USE_NATIVE
-    return IN_BACKGROUND if builds_meanwhile(builder, network.device) else USE_NATIVE
+    parameters = sum(parameter.numel() for parameter in network.module.parameters())
+    meanwhile = builds_meanwhile(builder, network.device, architecture, parameters)
+    return IN_BACKGROUND if meanwhile else USE_NATIVE
 
 
 def build_if_missing(handle: EngineHandle, when_missing: str) -> None:

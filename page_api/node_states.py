@@ -136,7 +136,8 @@ class NodeStates:
         tokens = longest_prompt(key, family)
         engines = engines if answer["state"] == "ready" else ()
         like = known or self._like(wish)
-        answer["by_itself"] = like is not None and builds_by_itself(wish.backend or like.backend, like.device)
+        answer["by_itself"] = like is not None and builds_by_itself(
+            wish.backend or like.backend, like.device, like.architecture, like.parameters)  # fmt: skip
         answer |= picture_fit.told(wish, family, engines, choice, answer.get("any_size", False), tokens)
         every = family in architectures() and serves_every_size(architectures()[family])
         answer["sizes"]["every"] = every and answer["by_itself"]

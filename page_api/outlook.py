@@ -148,10 +148,11 @@ def seconds(
         return None, False
 
 
-def builds_by_itself(backend: str, device: str) -> bool:
+def builds_by_itself(backend: str, device: str, architecture: str, parameters: int) -> bool:
     """Tell whether a node whose choice is ``auto`` has an engine built in the background."""
     try:
-        return builds_meanwhile(usable_backends(backend, torch.device(device))[0], torch.device(device))
+        where = torch.device(device)
+        return builds_meanwhile(usable_backends(backend, where)[0], where, architecture, parameters)
     except (Unavailable, RuntimeError):  # as in ``seconds``
         return False
 

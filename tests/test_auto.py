@@ -415,3 +415,18 @@ def test_the_page_knows_that_any_size_is_served(net: NativeNetwork, ort: Callabl
         told = states.state("key", NodeRequest(net.role.value, net.label, False, backend))
         assert (told["state"], told["any_size"], told["engine"]["covers"]) == ("ready", expected, False)
         assert told["engine"]["speed"] == 3.2
+
+
+@pytest.mark.parametrize(("total", "family", "parameters", "expected"), [
+    (24e9, "sdxl_unet", 2.6e9, True), (16e9, "sdxl_unet", 2.6e9, False), (12e9, "sd15_unet", 0.86e9, True),
+    (8e9, "flux1", 12e9, True), (8e9, "", 1e9, False)])  # fmt: skip
+def test_auto_builds_meanwhile_where_the_gpu_has_room_for_it_beside_the_model(
+    total: float, family: str, parameters: float, expected: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _device: (0, int(total)))
+    monkeypatch.setattr(TORCH, "cannot_build", lambda _device: None)
+    where = torch.device("cuda", 0)
+    assert lookup.builds_meanwhile(TORCH, where, family, int(parameters)) is expected
+    assert not lookup.builds_meanwhile(ORT, where, family, int(parameters)), "that takes minutes"
+    monkeypatch.setattr(TORCH, "cannot_build", lambda _device: "no compiler")
+    assert not lookup.builds_meanwhile(TORCH, where, family, int(parameters))
