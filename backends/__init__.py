@@ -236,7 +236,7 @@ class LiveCompiler(Backend, Protocol):
         ...
 
     def known(self, engines: Sequence[Engine], device: torch.device) -> list[bytes]:
-        """Return contents of files of engines, of whose parts a build for a device may take what serves it too."""
+        """Return the contents of engines' files for a device; a build takes the parts that fit its network."""
         ...
 
 

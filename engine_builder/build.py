@@ -336,7 +336,7 @@ class _Build:
         return self._do({**task, **backend_task(self.order.backend)}, 0.1, 0.9, only_gpu(device))
 
     def _known(self, folder: Path) -> list[str]:
-        """Put what other engines have into the folder, for what is like theirs here; return the files' names."""
+        """Copy other engines' files into the folder, for their parts that fit; return the copies' names."""
         names = []
         for contents in self.order.backend.known(self.library.engines(), self.order.target_device):
             names.append(f"known-{len(names)}")

@@ -30,7 +30,7 @@ from .opened_files import kinds_in, open_one
 log = logging.getLogger(__name__)
 
 MORE = 8
-"""Blocks are also tried with sizes that are larger by such a part than those that they are compiled for."""
+"""Blocks are also compared at sizes that are larger by one part in so many."""
 
 
 def compile_blocks(function: torch.nn.Module, task: LiveTask, progress: Progress) -> dict:

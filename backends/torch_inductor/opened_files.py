@@ -60,7 +60,7 @@ def open_one(contents: bytes) -> Compiled:
 
 
 def ahead(open_file: Callable[[], object], device: torch.device) -> threading.Thread:
-    """Open a file in a thread while ComfyUI loads the model; who needs it before that waits. Failures are told then."""
+    """Open a file in a thread while ComfyUI loads the model. The first call waits for it, and raises what failed."""
 
     def opening() -> None:
         try:
