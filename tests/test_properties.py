@@ -327,7 +327,8 @@ def engine(tmp_path: Path) -> Engine:
     path = tmp_path / "library" / name / "manifest.json"
     data = json.loads(path.read_text())
     data["identity"]["layout"] = "layout2-" + "a" * 56
-    figures = dict.fromkeys(("rel_err", "native_rel_err", "limit", "native_ms", "engine_ms", "refit_s"), 1.0)
+    names = ("rel_err", "native_rel_err", "limit", "native_ms", "engine_ms", "relative_time", "refit_s")
+    figures = dict.fromkeys(names, 1.0)
     data |= {"fingerprint": "f", "parameters": 7, "built_with": "b" * 64, "parity": {**figures, "cases": [{"t": 1}]},
              "source": {"path": "/x/a.safetensors", "size": 1, "mtime_ns": 2, "name": "a"}}  # fmt: skip
     manifest = Manifest.parse(json.dumps(with_true_key(data)).encode(), "it")
