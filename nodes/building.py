@@ -79,17 +79,14 @@ def _orders(handle: EngineHandle) -> list[tuple[BuildOrder, bool]]:
 
     Engines that could not be opened are built again; all of them are where the node lacks nothing.
     """
-    try:
-        handle.network.architecture()
-        builder = backends_for(handle.network, handle.choice.backend)[0]
-    except Unavailable as refusal:  # no backend can build it, or none for networks of this kind
-        handle.lacks_engine(refusal.fallback)
+    found = handle.found
+    if found is None or found.builder is None:
         return []
-    rebuild = refused_engines(handle)
+    builder, rebuild = found.builder, refused_engines(handle)
     if not rebuild and not lacks_engine(handle):
-        rebuild = handle.found.engines if handle.found is not None else ()
+        rebuild = found.engines
     own = [engine for engine in rebuild if engine.manifest.identity.backend == builder.name]
-    parts = to_build(handle, builder, own) or [BuildSizes(handle.choice.profile, again=not lacks_engine(handle))]
+    parts = to_build(handle, own) or [BuildSizes(handle.choice.profile, again=not lacks_engine(handle))]
     network, precision = handle.network, handle.choice.precision_for(handle.network)
     order = BuildOrder(network, precision, handle.choice.profile, builder, replaceable=handle.choice.replaceable,
                        loras=handle.choice.loras)  # fmt: skip

@@ -244,10 +244,7 @@ class NodeStates:
             return [], refusal if refusal.reason not in MISSING else Fallback(Reason.NO_ENGINE, refusal.detail)
         device = torch.device(known.device)
         query = EngineQuery(known.architecture, [known.weights], known.precision, Profile.from_json(known.profile))
-        try:
-            found = look_up_known(self._library, query, known.backend, device)
-        except Unavailable as unavailable:
-            return [], unavailable.fallback
+        found = look_up_known(self._library, query, known.backend, device)
         return list(found.engines), refusal if found.engines else found.passed_over or refusal
 
     def _keep(self, key: str, known: NodeRecord) -> None:

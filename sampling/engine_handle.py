@@ -46,7 +46,7 @@ class EngineHandle(Shared):
     Attributes:
         patcher: by which ComfyUI's memory management sees the engine.
         bind: makes calls those of the engine; set whenever a session is.
-        found: what the last look-up found, or None.
+        found: what the last look-up found; None where the network can have no engine.
         fallback: why native serves, or None.
         note: what the node says besides, for example that a build is under way.
         encodes_prompts: whether a part of the network runs once per prompt; meant for backbones.
@@ -99,10 +99,10 @@ class EngineHandle(Shared):
         told = self.fallback is not None and self.fallback.reason in (Reason.BUILD_FAILED, Reason.BUILT_ELSEWHERE)
         if not told or fallback.reason is not Reason.NO_ENGINE:
             self.fallback = fallback
-        self.found = self.patcher.model.session = None
+        self.patcher.model.session = None
 
     def _look_up(self) -> Session:
-        network = self.network
+        network, self.found = self.network, None
         if network.role is Role.BACKBONE:  # a VAE's clone may be loaded just to be called now
             network.undo_foreign_patches()
         try:
