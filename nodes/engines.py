@@ -154,7 +154,7 @@ def find(network: NativeNetwork, choice: EngineChoice, place: Place) -> EngineHa
     pictures = asked_pictures(order.graph, drawn, name) if order is not None else ()
     pictures = pictures or asked_pictures(all_nodes(place.prompt), place.node_id, name)
     choice = replace(choice, pictures=pictures, loras=loras_before(place.prompt, place.node_id, name))
-    handle = EngineHandle(network, choice, library(), place.node_id, key)
+    handle = EngineHandle.look_up(network, choice, library(), place.node_id, key)
     if place.sizes:
         node_states.also(key, replace(place, sizes={}).key)
     node_states.learn(key, handle)

@@ -74,8 +74,20 @@ class EngineHandle(Shared):
         self._watch = NetworkWatch(network)
         self._range = range_of(network)
         self._weight_patches = WeightPatches(network.patcher)
+
+    @classmethod
+    def look_up(
+        cls, network: NativeNetwork, choice: EngineChoice, library: Library, node_id: str, node_key: str = ""
+    ) -> EngineHandle:
+        """Return a handle whose engine has been looked up."""
+        handle = cls(network, choice, library, node_id, node_key)
         network.undo_foreign_patches()
-        self.refresh()
+        handle.refresh()
+        return handle
+
+    def like(self, network: NativeNetwork) -> EngineHandle:
+        """Return a handle of the same node for another network of this kind."""
+        return EngineHandle.look_up(network, self.choice, self.library, self.node_id, self.node_key)
 
     @property
     def session(self) -> Session | None:

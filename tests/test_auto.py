@@ -113,7 +113,8 @@ def like(engine: Engine, figures: dict, fingerprint: str = "", **changes: Any) -
 
 def handle_of(net: NativeNetwork, folder: Path, profile: Profile = PROFILE, backend: str = AUTO) -> EngineHandle:
     # outside of a prompt all tests of a process would count for one node
-    return EngineHandle(net, EngineChoice(profile, backend=backend), Library([folder]), f"{net.module!r:.9}{folder}")
+    choice = EngineChoice(profile, backend=backend)
+    return EngineHandle.look_up(net, choice, Library([folder]), f"{net.module!r:.9}{folder}")
 
 
 def serve(handle: EngineHandle, sizes: dict[str, int] = SIZES, patcher: ModelPatcher | None = None) -> float:

@@ -81,7 +81,7 @@ def test_an_engine_whose_secret_is_lost_is_told_on_the_node_and_built_anew(tmp_p
 
     engine = build()
     assert build() == engine
-    handle = EngineHandle(net, EngineChoice(PROFILE, backend="torch"), library, "node")
+    handle = EngineHandle.look_up(net, EngineChoice(PROFILE, backend="torch"), library, "node")
     assert handle.session.engines == [engine]
     assert "not used" not in status(handle)
 

@@ -67,7 +67,7 @@ def loaded(files: dict[str, Path]) -> ControlNet:
 def on_engine(net: ControlNet, library: Library, backend: str) -> tuple[ControlNet, EngineHandle]:
     """As the engine node gives a ControlNet."""
     network = NativeNetwork.of_controlnet(native_controlnet(net), CONTROLNET)
-    handle = EngineHandle(network, EngineChoice(PROFILE, backend=backend), library, "engine")
+    handle = EngineHandle.look_up(network, EngineChoice(PROFILE, backend=backend), library, "engine")
     return back_with_engine(native_controlnet(net), handle), handle
 
 
@@ -316,7 +316,8 @@ def test_patches_on_a_vaes_weights_act_as_in_native(
     assert error(native[1], native[0]) > 100 * LIMIT, "the patches act"
     vae = loaded_vae(vae_files)
     network = NativeNetwork.of_vae(vae, Role.VAE_DECODER, "taesd")
-    handle = EngineHandle(network, EngineChoice(vae_profile(network), backend="onnxruntime"), vae_library, "vae")
+    choice = EngineChoice(vae_profile(network), backend="onnxruntime")
+    handle = EngineHandle.look_up(network, choice, vae_library, "vae")
     found = pictures(backed := vae_with_engines(vae, {Role.VAE_DECODER: handle}))
     assert same(found, native), [error(*pair) for pair in zip(found, native, strict=True)]
     if way is not vae_in_place:
@@ -332,7 +333,7 @@ def test_a_compiled_vae_has_the_weights_of_the_patcher_that_is_loaded(vae_files:
     plain, vae = loaded_vae(vae_files), loaded_vae(vae_files)
     network, library = NativeNetwork.of_vae(vae, Role.VAE_DECODER, "taesd"), Library([tmp_path])
     built_vae(network, library, "torch")
-    handle = EngineHandle(network, EngineChoice(vae_profile(network), backend="torch"), library, "vae")
+    handle = EngineHandle.look_up(network, EngineChoice(vae_profile(network), backend="torch"), library, "vae")
     backed = vae_with_engines(vae, {Role.VAE_DECODER: handle})
     for way, change in ((vae_clone, vae_patch), (vae_copy, vae_layer), (vae_copy, nothing), (vae_in_place, vae_patch)):
         assert error(way(backed, change), way(plain, change)) <= LIMIT

@@ -47,7 +47,7 @@ def inputs_of(net: NativeNetwork, seed: int = 1) -> dict[str, torch.Tensor]:
 
 
 def handle_of(net: NativeNetwork, folder: Path, backend: str = "torch") -> EngineHandle:
-    return EngineHandle(net, EngineChoice(PROFILE, "auto", backend), Library([folder]), "1")
+    return EngineHandle.look_up(net, EngineChoice(PROFILE, "auto", backend), Library([folder]), "1")
 
 
 def native(net: NativeNetwork, given: dict[str, torch.Tensor]) -> list[torch.Tensor]:
@@ -376,7 +376,7 @@ def test_auto_on_cuda_serves_without_an_engine_and_never_hashes_a_checkpoint(
         monkeypatch.setattr(NativeNetwork, name, hashed)
     larger = Profile({**PROFILE.ranges, "H": Range(4, 20, 80)})
     for net, profile in ((plain, PROFILE), (with_lora(plain), PROFILE), (other, PROFILE), (plain, larger)):
-        handle = EngineHandle(net, EngineChoice(profile), Library([tmp_path]), "1")
+        handle = EngineHandle.look_up(net, EngineChoice(profile), Library([tmp_path]), "1")
         given = inputs_of(net)
         with torch.inference_mode():
             result = handle.serve(None, lambda given=given: EngineCall(dict(given), dict))[1]["out"]
