@@ -34,9 +34,6 @@ _one_at_a_time = threading.RLock()
 """Held while a call is given to an engine: ComfyUI calls from several threads where it shares a step among GPUs. Much
 that is done then is for the whole process, such as torch's choice of an attention. The GPUs themselves run at once."""
 
-FOR_THE_RUN = (Reason.ENGINE_FAILED, Reason.BROKEN_ENGINE, Reason.WRONG_GPU)
-"""Reasons of one call that leave the rest of the run to native."""
-
 
 class EngineHandle(Shared):
     """Stands for "the engine of this network" until a call needs it.
@@ -249,7 +246,7 @@ class EngineHandle(Shared):
                     result = bound.finish(session.run(bound.inputs, bound.extras, bound.late))
             except (Unsupported, Unavailable) as error:
                 fallback = _as_fallback(error)
-                if fallback.reason in FOR_THE_RUN and not fallback.this_call_only:
+                if fallback.reason.ends_run and not fallback.this_call_only:
                     self.give_up(fallback)
             else:
                 self._served = stats

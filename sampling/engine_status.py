@@ -11,16 +11,10 @@ from ..architectures.shapes import outside
 from ..backends import BuildSizes
 from ..backends.lookup import takes_any_weights
 from ..comfy_model.attention import remark
-from ..engine_library import Engine, Reason
+from ..engine_library import Engine
 from ..sessions.session import refusal_of
 from .call_stats import last_run
 from .engine_handle import EngineHandle
-
-BUILDABLE = (
-    Reason.NO_ENGINE, Reason.BUILT_ELSEWHERE, Reason.STALE_ENGINE, Reason.BROKEN_ENGINE, Reason.UNCHECKED,
-    Reason.WRONG_GPU,
-)  # fmt: skip
-"""Reasons for running native that a build ends."""
 
 
 def requested_calls(handle: EngineHandle) -> RequestedCalls:
@@ -38,7 +32,7 @@ def requested_calls(handle: EngineHandle) -> RequestedCalls:
 def lacks_engine(handle: EngineHandle) -> bool:
     """Tell whether a build would serve more calls than now, or faster."""
     if handle.session is None:
-        return handle.fallback.reason in BUILDABLE
+        return handle.fallback.reason.a_build_ends_it
     return bool(to_build(handle))
 
 
