@@ -96,7 +96,7 @@ def look_up(network: NativeNetwork, choice: EngineChoice, library: Library) -> F
 
 
 def look_up_known(library: Library, query: EngineQuery, choice: str, device: torch.device) -> Found:
-    """As ``look_up``, from a stored record, without the model."""
+    """Look up from a stored record, without the model; otherwise as ``look_up``."""
     try:
         usable = usable_backends(choice, device, _timed_here(library, query.architecture, choice, device))
     except Unavailable as unavailable:

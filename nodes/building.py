@@ -17,13 +17,13 @@ from ..engine_builder.jobs import Job, State
 from ..engine_builder.order import BuildOrder
 from ..engine_library import Engine, Fallback, Reason, Unavailable
 from ..engine_library.manifest import MANIFEST_NAME
+from ..node_names import BUILD_NOW, IN_BACKGROUND, USE_NATIVE
 from ..page_api.build_orders import running_orders, running_pictures, warms
 from ..page_api.builds import builds, ended, node_states, to_do
 from ..sampling.call_stats import ever_uncovered
 from ..sampling.engine_handle import EngineHandle
 from ..sampling.engine_status import lacks_engine, refused_engines, to_build
 from ..sampling.run_context import executing
-from .schemas import BUILD_NOW, IN_BACKGROUND, USE_NATIVE
 
 NO_BUILDS = "This ComfyUI cannot build it, the command line can; the log says why."
 

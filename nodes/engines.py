@@ -16,6 +16,7 @@ from ..backends import AUTO
 from ..backends.lookup import EngineChoice
 from ..comfy_model.network import NativeNetwork
 from ..engine_library import Fallback, Reason, Unavailable
+from ..node_names import USE_NATIVE
 from ..page_api.build_orders import Order, order_of
 from ..page_api.builds import node_states, pending_orders
 from ..page_api.library_folder import library
@@ -39,7 +40,7 @@ from ..sampling.controlnet import native_controlnet
 from ..sampling.engine_handle import EngineHandle
 from ..sampling.engine_status import lacks_engine, status
 from . import building
-from .schemas import BUILT_IN, REPLACEABLE, USE_NATIVE
+from .schemas import BUILT_IN, REPLACEABLE
 
 if TYPE_CHECKING:
     from comfy.controlnet import ControlBase

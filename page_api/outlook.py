@@ -20,11 +20,12 @@ from ..backends import AUTO
 from ..backends.lookup import builds_meanwhile, usable_backends
 from ..engine_builder.expected_time import expected
 from ..engine_library import Fallback, Library, Reason, Unavailable
+from ..node_names import CONTROLNET_ENGINE, UNET_ENGINE, VAE_ENGINE
 from .read_graph import class_of, inputs_of
-from .workflow_graph import NETWORK_INPUTS, VAE_ENCODER, VAE_ENGINE, model_name, upstream
+from .workflow_graph import NETWORK_INPUTS, VAE_ENCODER, model_name, upstream
 
 KINDS = {
-    "TRTUNetEngine": Role.BACKBONE.value, "TRTControlNetEngine": Role.CONTROLNET.value,
+    UNET_ENGINE: Role.BACKBONE.value, CONTROLNET_ENGINE: Role.CONTROLNET.value,
     VAE_ENGINE: Role.VAE_DECODER.value, VAE_ENCODER: Role.VAE_ENCODER.value,
 }
 VAES = (Role.VAE_DECODER, Role.VAE_ENCODER)

@@ -72,12 +72,12 @@ class EngineHandle(Shared):
         self._range = range_of(network)
         self._weight_patches = WeightPatches(network.patcher)
 
-    @classmethod
+    @staticmethod
     def look_up(
-        cls, network: NativeNetwork, choice: EngineChoice, library: Library, node_id: str, node_key: str = ""
+        network: NativeNetwork, choice: EngineChoice, library: Library, node_id: str, node_key: str = ""
     ) -> EngineHandle:
         """Return a handle whose engine has been looked up."""
-        handle = cls(network, choice, library, node_id, node_key)
+        handle = EngineHandle(network, choice, library, node_id, node_key)
         network.undo_foreign_patches()
         handle.refresh()
         return handle

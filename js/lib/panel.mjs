@@ -3,7 +3,7 @@
 
 import { confirm, showText } from "./dialog.mjs";
 import { arrange, button, make } from "./dom.mjs";
-import { NODE_FOR } from "./graph.mjs";
+import { NODE_FOR } from "./node_names.mjs";
 import { openMenu } from "./menu.mjs";
 import { JobCards } from "./panel_builds.mjs";
 import { deleteQuestion, engineRow, grouped, matching, SORT_KEYS, withJob } from "./panel_words.mjs";
