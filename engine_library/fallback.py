@@ -53,17 +53,17 @@ class Reason(str, Enum):
 
     @property
     def lacks_engine(self) -> bool:
-        """Whether there is no engine that could serve: the report counts it as missing."""
+        """Tell whether no engine could serve: the report counts it as missing."""
         return _FACTS[self].lacks_engine
 
     @property
     def breaks_engine(self) -> bool:
-        """Whether the engine is left alone until it is built again. One that failed may have lacked memory."""
+        """Tell whether the engine is left alone until it is built again. One that failed may have lacked memory."""
         return _FACTS[self].breaks_engine
 
     @property
     def ends_run(self) -> bool:
-        """Whether one call leaves the rest of the run to native."""
+        """Tell whether one call leaves the rest of the run to native."""
         return _FACTS[self].ends_run
 
 
