@@ -316,7 +316,7 @@ def test_calls_with_a_lora_that_the_engine_has_not_run_on_live_weights(
     assert served == ["onnxruntime", "torch", "onnxruntime", "onnxruntime", "torch"]
 
 
-@pytest.mark.fault("an engine does not open where live weights are at hand")
+@pytest.mark.fault("an engine does not open where live weights are at hand", see="live weights serve in its place")
 @pytest.mark.parametrize("opens", [True, False], ids=["ComfyUI opens it", "a call opens it"])
 def test_live_weights_serve_in_the_place_of_an_engine_that_does_not_open(
     opens: bool, net: NativeNetwork, ort: Callable[..., Engine], tmp_path: Path

@@ -239,7 +239,8 @@ def test_the_reference_is_float32_and_leaves_the_network_as_it_was() -> None:
     assert not any(m._forward_pre_hooks or m._forward_hooks for m in half.module.modules())
 
 
-@pytest.mark.fault("an export computes something else than the normal model")
+@pytest.mark.fault("an export computes something else than the normal model",
+                   see="an error in one sentence, with the difference")
 def test_a_graph_that_differs_from_native_is_refused_with_the_figures(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

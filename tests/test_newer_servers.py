@@ -173,7 +173,8 @@ def test_what_a_native_run_leaves_on_layers_is_no_part_of_the_network(models: di
         assert structure_hash(fresh.module, live) == structure_hash(ran.module, live)
 
 
-@pytest.mark.fault("a model has weights in ComfyUI's four-bit formats (convrot_w4a4, asym_w4a8_int8)")
+@pytest.mark.fault("a model has weights in ComfyUI's four-bit formats (convrot_w4a4, asym_w4a8_int8)",
+                   see="normal speed: *unsupported model*, with the format's name")
 @pytest.mark.parametrize("name", UNSERVED)
 def test_formats_of_four_bits_run_native_with_a_reason(models: dict[str, Path], tmp_path: Path, name: str) -> None:
     kind = UNSERVED[name]["format"]

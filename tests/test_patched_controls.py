@@ -80,7 +80,8 @@ def same(pictures: list[torch.Tensor], others: list[torch.Tensor]) -> bool:
     return all(error(*pair) <= LIMIT for pair in zip(pictures, others, strict=True))
 
 
-@pytest.mark.fault("another pack patches a ControlNet's own weights behind its engine node")
+@pytest.mark.fault("another pack patches a ControlNet's own weights behind its engine node",
+                   see="normal speed: *weights patched* or *model patched*; live weights follow a LoRA")
 @slow.when("torch", but=["a clone", "in place", "object"])
 @BACKENDS
 @pytest.mark.parametrize("way", slow.cases(
@@ -302,7 +303,8 @@ def nothing(_patcher: Any) -> None:
 VAE_WAYS = (vae_clone, vae_copy, vae_deep_copy, vae_in_place, vae_gone)
 
 
-@pytest.mark.fault("another pack patches a VAE's weights behind its engine node")
+@pytest.mark.fault("another pack patches a VAE's weights behind its engine node",
+                   see="normal speed: *weights patched* or *model patched*")
 @pytest.mark.parametrize(("way", "change"), [
     *((way, vae_patch) for way in VAE_WAYS), *((way, vae_layer) for way in VAE_WAYS),
     (vae_clone, vae_injection), (vae_copy, vae_injection), (vae_in_place, vae_injection)])

@@ -128,7 +128,7 @@ def test_native_computes_exactly_while_an_engine_is_held_against_it(
     assert torch.backends.cudnn.allow_tf32 is True, "prompts and the clock have torch's default"
 
 
-@pytest.mark.fault("a built engine computes something else on its GPU")
+@pytest.mark.fault("a built engine computes something else on its GPU", see="an error in one sentence; it is not kept")
 def test_an_engine_that_differs_from_native_on_its_gpu_is_not_kept(tmp_path: Path) -> None:
     with pytest.raises(BuildError, match="made of .* differs from the normal model by .* so it is not used"):
         build(tmp_path, limit=0.0)

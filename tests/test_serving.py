@@ -62,7 +62,7 @@ def native(net: NativeNetwork, given: dict[str, torch.Tensor]) -> list[torch.Ten
 # The weights of each call
 
 
-@pytest.mark.fault("two nodes share a network with different patches")
+@pytest.mark.fault("two nodes share a network with different patches", see="nothing: each has its own weights")
 @pytest.mark.parametrize("kind", ["unet", "controlnet"])
 def test_nodes_of_one_network_with_other_patches_do_not_serve_each_others_weights(kind: str, tmp_path: Path) -> None:
     plain = network(kind, "unlike_levels")
@@ -167,7 +167,7 @@ def test_an_engine_that_was_built_again_serves_in_the_place_of_the_open_one(tmp_
         open_one.unload()  # evicted; it was "broken" after this
 
 
-@pytest.mark.fault("an engine is deleted while a prompt uses it")
+@pytest.mark.fault("an engine is deleted while a prompt uses it", see="normal speed: *broken engine*")
 @pytest.mark.parametrize("when", ["before", "while it is looked at"])
 def test_an_engine_that_is_deleted_while_it_is_used_is_a_fallback(
     when: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -196,7 +196,7 @@ def test_a_lack_of_memory_for_a_calls_results_is_a_fallback(tmp_path: Path, monk
     assert refused.value.fallback.reason is Reason.ENGINE_FAILED
 
 
-@pytest.mark.fault("the library's drive cannot be read")
+@pytest.mark.fault("the library's drive cannot be read", see="normal speed: *no engine*, with the system's words")
 def test_a_library_that_cannot_be_read_is_a_fallback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     handle = handle_of(network("unet", "unlike_levels"), tmp_path)
 

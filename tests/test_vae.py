@@ -351,7 +351,7 @@ def test_what_lacks_memory_as_a_whole_is_decoded_in_tiles_on_the_engine(
     assert handle.stats.native == 0, handle.stats.details
 
 
-@pytest.mark.fault("a VAE's engine gives values that are no numbers")
+@pytest.mark.fault("a VAE's engine gives values that are no numbers", see="normal speed: *engine failed*")
 def test_a_decoder_that_gives_no_numbers_is_replaced_by_native(
     decoder: tuple[VAE, VAE, EngineHandle], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -209,7 +209,8 @@ def serve(net: NativeNetwork, roots: list[Path], backend: str) -> bool:
 
 
 @pytest.mark.fault(
-    "an engine of another machine is copied, linked, unpacked or signed into the library, in eleven ways"
+    "an engine of another machine is copied, linked, unpacked or signed into the library, in eleven ways",
+    see="normal speed: *stale engine*; it is never opened",
 )
 @pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
 def test_an_engine_from_elsewhere_is_never_opened(
