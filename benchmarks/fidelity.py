@@ -197,8 +197,8 @@ def tables(data: dict[str, Any]) -> str:
 
 
 def each_backend(rows: Sequence[Row]) -> str:
-    """Return the number of rows of each backend."""
-    return " + ".join(str(sum(row["backend"] == name for row in rows)) for name in BACKENDS)
+    """Return the number of rows of each backend, or nothing where there are none."""
+    return " + ".join(str(sum(row["backend"] == name for row in rows)) for name in BACKENDS) if rows else ""
 
 
 def grouped(rows: Sequence[Row], key: Callable[[Row], Any]) -> dict[Any, list[Row]]:
