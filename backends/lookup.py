@@ -238,11 +238,15 @@ WHOLE = 8e9
 """Bytes on the GPU that compiling a whole network takes beside its weights."""
 
 
-def builds_meanwhile(builder: Backend, device: torch.device, architecture: str, parameters: int) -> bool:
-    """Tell whether a backend builds in the background without being told to: where that disturbs no prompt.
+def builds_by_itself(choice: str, device: torch.device, architecture: str, parameters: int) -> bool:
+    """Tell whether ``auto`` has an engine built in the background: where that disturbs no prompt.
 
     Blocks are compiled without weights. A whole network has its own on the GPU, beside those that ComfyUI loads.
     """
+    try:
+        builder = usable_backends(choice, device)[0]
+    except Unavailable:
+        return False
     if not builder.runs_live_weights or builder.cannot_build(device) is not None:
         return False
     known = architectures().get(architecture)

@@ -9,7 +9,7 @@ from comfy import model_management
 from comfy import utils as comfy_utils
 
 from ..backends import AUTO, BuildSizes
-from ..backends.lookup import backends_for, builds_meanwhile
+from ..backends.lookup import builds_by_itself
 from ..comfy_model.comfyui_internals import Feature, works
 from ..comfy_model.network import NativeNetwork
 from ..engine_builder import gpu_room
@@ -37,11 +37,11 @@ def meaning(when_missing: str, network: NativeNetwork, backend: str) -> str:
     if when_missing != AUTO:
         return when_missing
     try:
-        builder, architecture = backends_for(network, backend)[0], network.architecture().name
+        architecture = network.architecture().name
     except Unavailable:
         return USE_NATIVE
     parameters = sum(parameter.numel() for parameter in network.module.parameters())
-    meanwhile = builds_meanwhile(builder, network.device, architecture, parameters)
+    meanwhile = builds_by_itself(backend, network.device, architecture, parameters)
     return IN_BACKGROUND if meanwhile else USE_NATIVE
 
 

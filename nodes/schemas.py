@@ -239,7 +239,7 @@ def _settings() -> list[io.Input]:
             default=AUTO,
             tooltip="What to do when the library has no engine for this model: run at normal speed; build one "
             "first; or run at normal speed and build one meanwhile, which the next prompt uses. auto builds "
-            "meanwhile with the torch backend, and runs at normal speed with the others.",
+            "meanwhile with the torch backend where the GPU has room, and runs at normal speed otherwise.",
         ),
         _size("min_size", "Smallest size", "Smallest width or height in pixels."),
         _size("opt_size", "Best size", "Size in pixels to be fastest at."),

@@ -16,8 +16,8 @@ from safetensors import SafetensorError, safe_open
 
 from ..architectures import Role, may_be_served, patch_nodes
 from ..architectures.shapes import SIZE_NAMES, Picture, RequestedSizes
-from ..backends import AUTO
-from ..backends.lookup import builds_meanwhile, usable_backends
+from ..backends import AUTO, lookup
+from ..backends.lookup import usable_backends
 from ..engine_builder.expected_time import expected
 from ..engine_library import Fallback, Library, Reason, Unavailable
 from ..node_names import CONTROLNET_ENGINE, UNET_ENGINE, VAE_ENGINE
@@ -152,9 +152,8 @@ def seconds(
 def builds_by_itself(backend: str, device: str, architecture: str, parameters: int) -> bool:
     """Tell whether a node whose choice is ``auto`` has an engine built in the background."""
     try:
-        where = torch.device(device)
-        return builds_meanwhile(usable_backends(backend, where)[0], where, architecture, parameters)
-    except (Unavailable, RuntimeError):  # as in ``seconds``
+        return lookup.builds_by_itself(backend, torch.device(device), architecture, parameters)
+    except RuntimeError:  # as in ``seconds``
         return False
 
 

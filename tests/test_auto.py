@@ -442,8 +442,10 @@ def test_auto_builds_meanwhile_where_the_gpu_has_room_for_it_beside_the_model(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _device: (0, int(total)))
     monkeypatch.setattr(TORCH, "cannot_build", lambda _device: None)
+    for backend in (TORCH, ORT):
+        monkeypatch.setattr(backend, "unavailable", lambda _device: None)
     where = torch.device("cuda", 0)
-    assert lookup.builds_meanwhile(TORCH, where, family, int(parameters)) is expected
-    assert not lookup.builds_meanwhile(ORT, where, family, int(parameters)), "that takes minutes"
+    assert lookup.builds_by_itself("torch", where, family, int(parameters)) is expected
+    assert not lookup.builds_by_itself("onnxruntime", where, family, int(parameters)), "that takes minutes"
     monkeypatch.setattr(TORCH, "cannot_build", lambda _device: "no compiler")
-    assert not lookup.builds_meanwhile(TORCH, where, family, int(parameters))
+    assert not lookup.builds_by_itself("torch", where, family, int(parameters))
