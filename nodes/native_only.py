@@ -6,13 +6,13 @@ Nothing is imported here that such a ComfyUI may lack.
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import Any
 
 from comfy.samplers import KSampler
-from comfy_api.latest import io, ui
+from comfy_api.latest import io
 
 from ..comfy_model.comfyui_internals import Feature, switched_off
-from ..node_names import CONTROL_INPUTS
 from . import frame_schemas, schemas
 from .apply_controlnet import TRTApplyControlNet
 from .compare import TRTCompare
@@ -25,78 +25,25 @@ def why() -> str:
     return f"Not accelerated: {' '.join(switched_off([Feature.ENGINES]))}"
 
 
-class TRTAccelerate(io.ComfyNode):
-    """MODEL, VAE and ControlNets -> themselves."""
+def passing_on(schema: Callable[[], io.Schema]) -> type[io.ComfyNode]:
+    """Return a node whose outputs are the inputs of their names. An engine or a report says why there is none."""
 
-    @classmethod
-    def define_schema(cls) -> io.Schema:
-        return schemas.accelerate()
+    class PassingOn(io.ComfyNode):
+        """Inputs -> themselves."""
 
-    @classmethod
-    def execute(cls, model: Any, vae: Any = None, **given: Any) -> io.NodeOutput:
-        controls = [given.get(name) for name in CONTROL_INPUTS]
-        return io.NodeOutput(model, vae, *controls, ui=ui.PreviewText(why()))
+        @classmethod
+        def define_schema(cls) -> io.Schema:
+            return schema()
 
+        @classmethod
+        def execute(cls, **given: Any) -> io.NodeOutput:
+            if schema().is_output_node:
+                log.info("Hybrid TRT: %s", why())
+            given |= {"engine": why(), "report": why()}
+            outputs = [given.get(output.id.removesuffix("_out")) for output in schema().outputs]
+            return io.NodeOutput(*outputs, ui={"text": [why()], "native": [True]})
 
-class TRTUNetEngine(io.ComfyNode):
-    """MODEL -> no engine."""
-
-    @classmethod
-    def define_schema(cls) -> io.Schema:
-        return schemas.unet_engine()
-
-    @classmethod
-    def execute(cls, **_: Any) -> io.NodeOutput:
-        return io.NodeOutput(why(), ui=ui.PreviewText(why()))
-
-
-class TRTControlNetEngine(io.ComfyNode):
-    """CONTROL_NET -> itself."""
-
-    @classmethod
-    def define_schema(cls) -> io.Schema:
-        return schemas.controlnet_engine()
-
-    @classmethod
-    def execute(cls, control_net: Any, **_: Any) -> io.NodeOutput:
-        return io.NodeOutput(control_net, ui=ui.PreviewText(why()))
-
-
-class TRTVAEEngine(io.ComfyNode):
-    """VAE -> itself."""
-
-    @classmethod
-    def define_schema(cls) -> io.Schema:
-        return schemas.vae_engine()
-
-    @classmethod
-    def execute(cls, vae: Any, **_: Any) -> io.NodeOutput:
-        return io.NodeOutput(vae, ui=ui.PreviewText(why()))
-
-
-class TRTSamplerPatch(io.ComfyNode):
-    """MODEL -> itself."""
-
-    @classmethod
-    def define_schema(cls) -> io.Schema:
-        return schemas.sampler_patch()
-
-    @classmethod
-    def execute(cls, model: Any, **_: Any) -> io.NodeOutput:
-        return io.NodeOutput(model, ui={"text": [why()], "native": [True]})
-
-
-class TRTReport(io.ComfyNode):
-    """Anything -> itself, and why nothing ran on an engine."""
-
-    @classmethod
-    def define_schema(cls) -> io.Schema:
-        return schemas.report()
-
-    @classmethod
-    def execute(cls, after: Any, **_: Any) -> io.NodeOutput:
-        log.info("Hybrid TRT: %s", why())
-        return io.NodeOutput(after, why(), None, ui={"text": [why()], "native": [True]})
+    return PassingOn
 
 
 class TRTStream(io.ComfyNode):
@@ -126,6 +73,7 @@ class TRTFrame(io.ComfyNode):
 
 
 NODES = [
-    TRTAccelerate, TRTUNetEngine, TRTControlNetEngine, TRTVAEEngine, TRTApplyControlNet, TRTSamplerPatch, TRTReport,
+    passing_on(schemas.accelerate), passing_on(schemas.unet_engine), passing_on(schemas.controlnet_engine),
+    passing_on(schemas.vae_engine), TRTApplyControlNet, passing_on(schemas.sampler_patch), passing_on(schemas.report),
     TRTCompare, TRTStream, TRTFrame,
 ]
