@@ -42,10 +42,9 @@ from ..engine_library.disk import check_limit, check_room, read_settings, readab
 from ..engine_library.engine import GRAPH_NAME, LIMITS, PARAMETERS_NAME, describe_files
 from ..engine_library.manifest import PACK_VERSION
 from .check import check_engine, check_task, unchecked_engine
-from .limits import WAITED, MakeRoom, TimeLimit, in_blocks, on_cpu, with_room, within_memory
 from .order import BuildOrder
 from .parallel import run_step
-from .resources import check_memory, hold
+from .resources import WAITED, MakeRoom, TimeLimit, check_memory, hold, in_blocks, on_cpu, with_room, within_memory
 from .worker.onnx_export import DATA_NAME
 from .worker.steps import STEPS
 from .worker.task import Task

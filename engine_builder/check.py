@@ -24,8 +24,7 @@ from ..engine_library import (
 )
 from ..engine_library.disk import check_room
 from ..engine_library.engine import LIMITS
-from .limits import on_cpu
-from .resources import check_memory
+from .resources import check_memory, on_cpu
 from .worker.onnx_export import DATA_NAME
 from .worker.task import Task
 from .worker_process import Log

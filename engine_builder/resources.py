@@ -1,20 +1,27 @@
-"""Resources of a build: locks of an engine and its GPU, and main memory."""
+"""Resources of a build: its locks, main memory, room on the GPU, the time of its steps and sizes for a CPU."""
 
 from __future__ import annotations
 
 import logging
+import math
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import torch
 
+from ..architectures import Architecture
+from ..architectures.calls import Call, serves_every_size
 from ..backends import Backend, Progress
 from ..engine_library import BuildError, Reason, Unavailable, life_signs
 from ..engine_library.atomic_files import FileLock
 from ..engine_library.disk import gigabytes
+from .order import BuildOrder
+from .worker.task import Task
+from .worker_process import Log
+from .worker_tasks import Runner
 
 log = logging.getLogger(__name__)
 
@@ -22,6 +29,22 @@ POLL = 0.25
 LOOK = 1.0
 """Seconds between two looks at a lock that is held."""
 TAKEN = "it took this build over, having seen no sign of life of this one for a while"
+FIXED = 1_000_000_000
+"""Python, torch, ComfyUI's classes and the backend's library."""
+EXPORT = 0.9
+"""Export and check against native, in sizes of the weights."""
+CGROUP = Path("/sys/fs/cgroup")
+CPU_ELEMENTS = 2 * 64 * 64
+"""Elements of latents, or tokens, of a call that a CPU bears: attention takes memory by the square of an image's."""
+SHARE = 0.9
+"""Of the available main memory, for a step; the rest is for the server."""
+BLOCK_ROOM = 4e9
+"""Bytes on the GPU that a build of blocks needs: CUDA's own, a block, also in float32, and what it computes."""
+WAITED = "waited"
+"""In a task's result: seconds before it began."""
+
+MakeRoom = Callable[[torch.device, Callable[[str], None]], None]
+"""Frees a GPU for a build, waiting where it must. Calls what it is given with a phase; that may raise to cancel."""
 
 
 @contextmanager
@@ -93,13 +116,6 @@ def _gpu_lock(device: torch.device) -> FileLock | None:
     return FileLock(Path(tempfile.gettempdir()) / f"hybrid-trt-{name}.lock")
 
 
-FIXED = 1_000_000_000
-"""Python, torch, ComfyUI's classes and the backend's library."""
-EXPORT = 0.9
-"""Export and check against native, in sizes of the weights."""
-CGROUP = Path("/sys/fs/cgroup")
-
-
 def needed_bytes(backend: Backend, weights: int) -> int:
     """Main memory that building an engine of so many bytes of weights takes at its peak."""
     return FIXED + int(max(weights * EXPORT, backend.build_memory(weights)))
@@ -141,3 +157,80 @@ def _left_in_container() -> float:
         return float("inf")
     files = sum(int(line.split()[1]) for line in lines if line.startswith(("active_file ", "inactive_file ")))
     return max(0, limit - used + files)
+
+
+class TimeLimit:
+    """Time that all steps of a build may take together; what is waited for between them is not counted."""
+
+    def __init__(self, minutes: float, backend: str) -> None:
+        """``minutes``: 0 is no limit."""
+        self._minutes, self._backend, self._taken = minutes, backend, 0.0
+
+    def kept_by(self, run: Runner) -> Runner:
+        """Return a runner that ends the step in which the time is over."""
+
+        def run_in_time(task: Task, progress: Progress, log_line: Log, environment: Mapping[str, str]) -> dict:
+            began = time.perf_counter()
+
+            def watched(phase: str, fraction: float) -> None:
+                if self._minutes and self._taken + time.perf_counter() - began > 60 * self._minutes:
+                    raise BuildError(
+                        f"the build with {self._backend} took longer than the {self._minutes:g} minutes that the "
+                        "settings allow, so it was ended and the normal model keeps running; raise that limit in "
+                        "Settings > Hybrid TRT, or choose fewer sizes on the engine node"
+                    )
+                progress(phase, fraction)
+
+            try:
+                return run(task, watched, log_line, environment)
+            finally:
+                self._taken += time.perf_counter() - began
+
+        return run_in_time
+
+
+def within_memory(run: Runner) -> Runner:
+    """Return a runner whose steps on a CPU fail when main memory is short: else Linux would end some process."""
+
+    def run_within_memory(task: Task, progress: Progress, log_line: Log, environment: Mapping[str, str]) -> dict:
+        if task["step"] == "export" or (task["step"], task.get("device")) == ("check", "cpu"):
+            task = {**task, "memory": int(SHARE * available_bytes())}
+        return run(task, progress, log_line, environment)
+
+    return run_within_memory
+
+
+def on_cpu(architecture: Architecture, calls: Sequence[Call], otherwise: Call) -> list[Call]:
+    """Return those of some calls that a CPU bears, or another one where it bears none."""
+
+    def elements(call: Call) -> int:
+        told = {name for name, symbol in architecture.symbols.items() if symbol.of_picture}
+        return math.prod(size for name, size in call.items() if name in told)
+
+    return [call for call in calls if elements(call) <= CPU_ELEMENTS] or [otherwise]
+
+
+def in_blocks(order: BuildOrder) -> bool:
+    """Tell whether an order is for live weights and a network in blocks, which is compiled without its weights."""
+    return order.backend.runs_live_weights and serves_every_size(order.network.architecture())
+
+
+def with_room(run: Runner, order: BuildOrder, make_room: MakeRoom) -> Runner:
+    """Return a runner that has the GPU freed before steps that need it; blocks are compiled beside what is loaded."""
+    device = order.target_device
+
+    def run_with_room(task: Task, progress: Progress, log_line: Log, environment: Mapping[str, str]) -> dict:
+        on_gpu = {"export": False, "check": True}.get(task["step"], order.backend.builds_on_gpu)
+        if not on_gpu or device.type != "cuda":
+            return {**run(task, progress, log_line, environment), WAITED: 0.0}
+        if in_blocks(order) and torch.cuda.mem_get_info(device)[0] >= BLOCK_ROOM:
+            try:
+                return {**run(task, progress, log_line, environment), WAITED: 0.0}
+            except BuildError as failure:  # a prompt beside it may have taken the memory
+                log_line(f"beside what is loaded: {failure}; now with the GPU's memory to itself")
+        began = time.perf_counter()
+        make_room(device, lambda phase: progress(phase, 0.0))
+        waited = time.perf_counter() - began
+        return {**run(task, progress, log_line, environment), WAITED: waited}
+
+    return run_with_room

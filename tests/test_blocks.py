@@ -24,7 +24,7 @@ from hybrid_trt.backends.torch_inductor.compiled import file_name, sizes_of
 from hybrid_trt.backends.torch_inductor.kinds import InBlocks, Kinds
 from hybrid_trt.backends.torch_inductor.session import LiveSession
 from hybrid_trt.comfy_model.network import NativeNetwork
-from hybrid_trt.engine_builder import limits
+from hybrid_trt.engine_builder import resources
 from hybrid_trt.engine_builder.build import build_engine, run_here
 from hybrid_trt.engine_builder.order import BuildOrder
 from hybrid_trt.engine_library import BuildError, Engine, Library, trust
@@ -208,7 +208,7 @@ def test_blocks_are_compiled_beside_what_is_loaded_where_there_is_room(
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _device: (int(free), int(80e9)))
     asks: list[torch.device] = []
     order = replace(order_for(qwen), device=torch.device("cuda", 0))
-    run = limits.with_room(lambda *_: {}, order, lambda device, _tell: asks.append(device))
+    run = resources.with_room(lambda *_: {}, order, lambda device, _tell: asks.append(device))
     run({"step": "compile"}, lambda *_: None, lambda _line: None, {})
     assert len(asks) == asked
 
@@ -226,7 +226,8 @@ def test_a_build_that_a_prompt_left_no_room_has_the_gpu_to_itself(
         return {}
 
     order = replace(order_for(qwen), device=torch.device("cuda", 0))
-    limits.with_room(run, order, lambda *_: did.append("asked"))({"step": "compile"}, lambda *_: None, did.append, {})
+    with_room = resources.with_room(run, order, lambda *_: did.append("asked"))
+    with_room({"step": "compile"}, lambda *_: None, did.append, {})
     assert did[0] == "built"
     assert "out of memory" in did[1]
     assert did[2:] == ["asked", "built"]

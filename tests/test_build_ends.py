@@ -28,9 +28,9 @@ from builds import (
 from hybrid_trt.comfy_model.network import NativeNetwork
 from hybrid_trt.engine_builder import build as build_module
 from hybrid_trt.engine_builder import jobs as jobs_module
-from hybrid_trt.engine_builder import limits, worker_process
+from hybrid_trt.engine_builder import resources, worker_process
 from hybrid_trt.engine_builder.jobs import BuildQueue, State
-from hybrid_trt.engine_builder.limits import TimeLimit
+from hybrid_trt.engine_builder.resources import TimeLimit
 from hybrid_trt.engine_library import BuildError, Library, LibraryError
 from hybrid_trt.engine_library.disk import Settings, write_settings
 from windows_rules import windows_rules
@@ -120,7 +120,7 @@ def test_every_step_of_a_build_counts_as_its_time(
 
 def test_the_time_of_all_steps_is_added_and_that_between_them_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 0.0
-    monkeypatch.setattr(limits, "time", SimpleNamespace(perf_counter=lambda: now))
+    monkeypatch.setattr(resources, "time", SimpleNamespace(perf_counter=lambda: now))
 
     def run(_task: dict, progress: Any, *_: Any) -> dict:
         nonlocal now

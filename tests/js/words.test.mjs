@@ -44,7 +44,7 @@ test("all that TRT Compare says is said in Chinese too", () => {
 });
 
 test("what a build says that lacks memory or time is said in Chinese too", () => {
-    const sources = ["resources.py", "worker/main.py", "limits.py"].map((name) => readFileSync(new URL(`../../engine_builder/${name}`, import.meta.url), "utf8"));
+    const sources = ["resources.py", "worker/main.py"].map((name) => readFileSync(new URL(`../../engine_builder/${name}`, import.meta.url), "utf8"));
     const code = sources.join().replace(/"\s+f?"/g, ""); // sentences over several lines
     const told = [
         ...["building", "checking"].map((what) => `${what} the engine of x.safetensors with tensorrt needs about 9.5 GB of main memory and 500 MB are available, so it was not started and the normal model keeps running; close other programs or unload ComfyUI's models, then build again, or choose the backend onnxruntime, which needs 1.2 GB`),
