@@ -73,7 +73,7 @@ def workflow_of(prompt_id: str) -> str:
     server = getattr(PromptServer, "instance", None)
     if extra is None and server is not None and works(Feature.QUEUE):
         ended = server.prompt_queue.get_history(prompt_id=prompt_id).get(prompt_id, {}).get("prompt")
-        extra = _queued(ended).extra if _is_prompt(ended) else None
+        extra = _queued(ended).extra if _is_queued(ended) else None
     for name in ("extra_pnginfo", "workflow", "id"):
         extra = extra.get(name) if isinstance(extra, Mapping) else None
     return extra if isinstance(extra, str) else ""
@@ -130,11 +130,11 @@ def queued() -> tuple[list[Queued], list[Queued]]:
     if server is None or not works(Feature.QUEUE):
         return [], []
     running, waiting = server.prompt_queue.get_current_queue_volatile()
-    read = [[_queued(item) for item in part if _is_prompt(item)] for part in (running, waiting)]
+    read = [[_queued(item) for item in part if _is_queued(item)] for part in (running, waiting)]
     return read[0], read[1]
 
 
-def _is_prompt(item: Any) -> bool:
+def _is_queued(item: Any) -> bool:
     return isinstance(item, Sequence) and len(item) >= 3 and isinstance(item[1], str) and isinstance(item[2], Mapping)
 
 

@@ -22,11 +22,6 @@ def is_node(value: object) -> bool:
     )
 
 
-def is_link(value: object) -> bool:
-    """Tell whether an input of a prompt is another node's output: [node id, output index]."""
-    return isinstance(value, list) and len(value) == 2 and isinstance(value[0], str) and type(value[1]) in (int, float)
-
-
 def nodes_of(prompt: object) -> dict[str, Node]:
     """Return the nodes of a prompt by id, without those that are malformed."""
     found = prompt.items() if isinstance(prompt, Mapping) else ()

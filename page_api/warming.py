@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from comfy_execution.graph_utils import is_link
 from execution import validate_prompt
 from server import PromptServer
 
@@ -24,7 +25,6 @@ from ..sampling.call_stats import prompt_stats
 from ..saved_workflows.api_format import is_prompt
 from .build_orders import WARM, queued
 from .prompt_errors import failure, refusal
-from .read_graph import is_link
 
 log = logging.getLogger(__name__)
 

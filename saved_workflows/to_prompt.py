@@ -98,10 +98,10 @@ def widgets_of(node: Node, object_info: ObjectInfo) -> list[Widget]:
     saved = node.get("widgets_values") or []
     values = iter(saved)
     value_of = saved.get if isinstance(saved, dict) else lambda _, default: next(values, default)
-    return list(assign(inputs_of(info["input"], info.get("input_order")), "", value_of))
+    return list(assign(input_specs(info["input"], info.get("input_order")), "", value_of))
 
 
-def inputs_of(groups: dict[str, Any], order: dict[str, list[str]] | None = None) -> list[tuple[str, list[Any]]]:
+def input_specs(groups: dict[str, Any], order: dict[str, list[str]] | None = None) -> list[tuple[str, list[Any]]]:
     """Names and specifications in the order of the page's widgets: the required ones first."""
     inputs = []
     for group in ("required", "optional"):
@@ -124,7 +124,7 @@ def assign(
             choices = {option["key"]: option["inputs"] for option in options["options"]}
             chosen = value_of(full, options.get("default", next(iter(choices))))
             yield Widget(full, chosen)
-            yield from assign(inputs_of(choices.get(chosen, {})), f"{full}.", value_of)
+            yield from assign(input_specs(choices.get(chosen, {})), f"{full}.", value_of)
         elif _is_widget(kind, options):
             yield Widget(full, value_of(full, _default(kind, options)))
             for control, default in _controls(name, kind, options):

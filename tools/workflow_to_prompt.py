@@ -20,7 +20,7 @@ from hybrid_trt.saved_workflows.to_prompt import (  # noqa: E402
     Prompt,
     Workflow,
     assign,
-    inputs_of,
+    input_specs,
     to_prompt,
     widgets_of,
 )
@@ -41,7 +41,7 @@ def set_widget(workflow: Workflow, node: str, widget: str, value: Any, object_in
         if widget not in values:
             raise WorkflowError(f"{node} has no widget {widget!r}; it has {', '.join(values) or 'none'}")
         values[widget] = value
-        inputs = inputs_of(object_info[found["type"]]["input"], object_info[found["type"]].get("input_order"))
+        inputs = input_specs(object_info[found["type"]]["input"], object_info[found["type"]].get("input_order"))
         found["widgets_values"] = [w.value for w in assign(inputs, "", values.get)]
 
 
