@@ -38,7 +38,7 @@ from ..engine_library import (
     trust,
     yardstick,
 )
-from ..engine_library.disk import check_limit, check_room, read_settings, readable
+from ..engine_library.disk import check_room, read_settings, readable
 from ..engine_library.engine import GRAPH_NAME, LIMITS, PARAMETERS_NAME, describe_files
 from ..engine_library.manifest import PACK_VERSION
 from .check import check_engine, check_task, unchecked_engine
@@ -206,7 +206,7 @@ class _Build:
         check_room(self.library.roots[0], room, f"Building the engine of {network.label}")
         if not live:  # those hold no weights
             target = self.library.roots[0] / self.identity.folder_name
-            check_limit(self.library, size, f"The engine of {network.label}", replaced=target)
+            self.library.check_limit(size, f"The engine of {network.label}", replaced=target)
         elsewhere = live and (self.order.target_device.type != "cpu" or in_blocks(self.order))
         check_memory(self.order.backend, 0 if elsewhere else size, network.label)
         folder = self.library.building_folder()

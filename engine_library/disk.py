@@ -11,14 +11,10 @@ import logging
 import shutil
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from . import atomic_files
 from .atomic_files import write_file
 from .safe_files import read_json
-
-if TYPE_CHECKING:
-    from .library import Library
 
 log = logging.getLogger(__name__)
 
@@ -147,20 +143,3 @@ def write_settings(folder: Path, settings: Settings) -> None:
         write_file(folder / FILE_NAME, json.dumps(asdict(settings)), durable=True)
     except OSError as error:
         raise readable(error, folder) from error
-
-
-def check_limit(library: Library, more: int, what: str, replaced: Path | None = None) -> None:
-    """Raise LibraryError when ``more`` bytes of engines do not fit the limit.
-
-    Args:
-        what: begins the sentence.
-        replaced: the folder of the engine in whose place they come, if it is there.
-    """
-    limit = read_settings(library.roots[0]).limit_gb * 1e9
-    used = sum(e.manifest.bytes for e in library.engines() if e.folder != replaced) if limit else 0
-    if limit and used + more > limit:
-        raise LibraryError(
-            f"{what} needs about {gigabytes(more)}, the engines take {gigabytes(used)}, and the settings allow "
-            f"{gigabytes(limit)} in all. Nothing was changed and the normal model keeps running; delete engines "
-            "that you no longer use, or raise the limit in Settings > Hybrid TRT"
-        )

@@ -25,7 +25,7 @@ from .atomic_files import (
     sweep,
     sync,
 )
-from .disk import LibraryError, readable
+from .disk import LibraryError, gigabytes, read_settings, readable
 from .engine import Check, Engine
 from .fallback import Fallback, Reason, Unavailable
 from .manifest import EXPORT_FORMAT, LAYOUT_PREFIX, MANIFEST_NAME, EngineIdentity, Manifest, ManifestError
@@ -174,6 +174,22 @@ class Library:
         """Return the backends with an engine of an architecture that this machine has timed on a GPU."""
         engines = [e for e in self.engines() if e.manifest.identity.architecture == architecture]
         return {e.manifest.identity.backend for e in engines if trust.relative_time(e, gpu) is not None}
+
+    def check_limit(self, more: int, what: str, replaced: Path | None = None) -> None:
+        """Raise LibraryError when ``more`` bytes of engines do not fit the limit.
+
+        Args:
+            what: begins the sentence.
+            replaced: the folder of the engine in whose place they come, if it is there.
+        """
+        limit = read_settings(self.roots[0]).limit_gb * 1e9
+        used = sum(e.manifest.bytes for e in self.engines() if e.folder != replaced) if limit else 0
+        if limit and used + more > limit:
+            raise LibraryError(
+                f"{what} needs about {gigabytes(more)}, the engines take {gigabytes(used)}, and the settings allow "
+                f"{gigabytes(limit)} in all. Nothing was changed and the normal model keeps running; delete engines "
+                "that you no longer use, or raise the limit in Settings > Hybrid TRT"
+            )
 
     def exact(self, identity: EngineIdentity, usable: Usable, gpu: str = "") -> Engine | None:
         """Return the engine with this very key, if it is there and nothing is wrong with it."""

@@ -22,7 +22,7 @@ from hybrid_trt.comfy_model import hash_cache
 from hybrid_trt.comfy_model.hash_cache import source_changed
 from hybrid_trt.engine_library import Fallback, Library, LibraryError, Manifest, Reason
 from hybrid_trt.engine_library.atomic_files import REPLACED, FileLock, new_work_folder, remove_work_folder, sweep
-from hybrid_trt.engine_library.disk import Settings, check_limit, read_settings, write_settings
+from hybrid_trt.engine_library.disk import Settings, read_settings, write_settings
 from hybrid_trt.engine_library.inventory import BROKEN, READY, STALE, delete, entries, select, verify
 
 UNDER_WINDOWS_RULES_TOO = True
@@ -341,14 +341,14 @@ def test_folders_of_the_user_come_before_our_own(monkeypatch: pytest.MonkeyPatch
 
 def test_the_limit_counts_what_is_there(tmp_path: Path) -> None:
     library = Library([tmp_path])
-    check_limit(library, 10**15, "It")  # no settings, no limit
+    library.check_limit(10**15, "It")  # no settings, no limit
     write_settings(tmp_path, Settings(1e-6))
-    check_limit(library, 1000, "It")
+    library.check_limit(1000, "It")
     publish(tmp_path, b"x" * 600)
     used = library.engines()[0].manifest.bytes
-    check_limit(library, 1000 - used, "It")
+    library.check_limit(1000 - used, "It")
     with pytest.raises(LibraryError, match=r"It needs about .* settings allow .* the normal model keeps running"):
-        check_limit(library, 1001 - used, "It")
+        library.check_limit(1001 - used, "It")
     (tmp_path / ".settings.json").write_text("{")
     assert read_settings(tmp_path) == Settings()
 

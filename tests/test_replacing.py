@@ -14,7 +14,7 @@ from hybrid_trt.engine_builder.build import build_engine, run_here
 from hybrid_trt.engine_library import Library, LibraryError
 from hybrid_trt.engine_library import library as library_module
 from hybrid_trt.engine_library.atomic_files import REPLACED, sweep
-from hybrid_trt.engine_library.disk import Settings, check_limit, write_settings
+from hybrid_trt.engine_library.disk import Settings, write_settings
 from hybrid_trt.engine_library.engine import describe_files
 from windows_rules import windows_rules
 
@@ -85,7 +85,7 @@ def test_the_limit_counts_the_engine_that_is_replaced_once(tmp_path: Path) -> No
     write_settings(tmp_path, Settings(limit_gb=1.5 * engine.manifest.bytes / 1e9))
     assert build_engine(made, library, lambda *_: None, run=run_here, again=True).folder == engine.folder
     with pytest.raises(LibraryError, match="the settings allow"):
-        check_limit(library, engine.manifest.bytes, "Another")
+        library.check_limit(engine.manifest.bytes, "Another")
 
 
 def test_two_names_of_one_folder_are_one(tmp_path: Path) -> None:

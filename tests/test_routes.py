@@ -19,7 +19,6 @@ from drawn_workflows import drawn, wires
 from fake_engine import publish
 from hybrid_trt.architectures.shapes import SIZE_NAMES, RequestedSizes
 from hybrid_trt.engine_library import Library, LibraryError
-from hybrid_trt.engine_library.disk import check_limit
 from json_places import with_true_key
 from our_routes import OURS, ask, post
 from safetensors.numpy import save_file
@@ -340,9 +339,9 @@ def test_the_limit_is_kept_and_refuses_what_does_not_fit(
     assert post(comfy, "/settings", {"limit_gb": 1e-9}) == (200, {"folders": [folder], **changed}), "the others stay"
     assert json.loads(settings_file.read_text())["limit_gb"] == 1e-9
     with pytest.raises(LibraryError, match="settings allow .* raise the limit"):
-        check_limit(Library([engine.parent]), 1, "A build")
+        Library([engine.parent]).check_limit(1, "A build")
     assert post(comfy, "/settings", {"limit_gb": 0})[0] == 200
-    check_limit(Library([engine.parent]), 1, "A build")
+    Library([engine.parent]).check_limit(1, "A build")
 
 
 def test_the_page_is_told_the_choices_of_sizes_that_families_offer(comfy: ComfyProcess) -> None:
