@@ -23,10 +23,9 @@ _warnings = KeptWarnings()
 
 
 def register() -> None:
-    """Add the route to ComfyUI's server, and keep what the pack warns of from now on."""
+    """Add the route to ComfyUI's server."""
     if PromptServer.instance is None:
         return
-    _warnings.start()
     PromptServer.instance.routes.get(f"{PREFIX}/doctor")(_show)
 
 
@@ -37,10 +36,8 @@ async def _show(_request: web.Request) -> web.Response:
 
 
 def _text() -> str:
-    folder, data = Path(folder_paths.__file__).parent, Path(folder_paths.base_path)
-    place = Place(
-        folder, library(), model_management.get_torch_device, data, _options(), switched_off, builds.jobs()
-    )
+    folder = Path(folder_paths.__file__).parent
+    place = Place(folder, library(), model_management.get_torch_device, _options(), switched_off, builds.jobs())
     return as_text(report(place, lambda: _warnings.lines))
 
 

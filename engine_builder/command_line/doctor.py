@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from argparse import Namespace
+from contextlib import closing
 from typing import Any
 
 from ...engine_library import Library
-from ..doctor import KeptWarnings, Place, as_text, report
+from ..doctor import KeptWarnings, Place, report
 from . import comfyui
 
 
-def examined(options: Namespace) -> tuple[dict[str, Any], str]:
-    """Return the report as data and as text."""
+def examined(options: Namespace) -> dict[str, Any]:
+    """Return the report."""
     root = library = None
     lost: list[str] = []
-    with KeptWarnings() as warnings:
+    with closing(KeptWarnings()) as warnings:
         try:
             root = comfyui.find(options.comfyui)
             library = comfyui.library(options.library, root)
@@ -23,8 +24,7 @@ def examined(options: Namespace) -> tuple[dict[str, Any], str]:
             library = None if options.library is None else Library([options.library])
         limits = None if root is None or lost else _limits
         place = Place(root, library, lambda: comfyui.device(options.device), limits=limits, lost=lost)
-        data = report(place, lambda: warnings.lines)
-    return data, as_text(data)
+        return report(place, lambda: warnings.lines)
 
 
 def _limits() -> list[str]:

@@ -109,8 +109,7 @@ def _parser() -> argparse.ArgumentParser:
     add("verify", _verify, "Read all files of engines and compare their hashes.").add_argument("engine", nargs="*")
     add("delete", _delete, "Delete engines.").add_argument("engine", nargs="+")
     add("inspect", _inspect, "Show the manifest of an engine.").add_argument("engine")
-    add("doctor", _doctor, "Report for support: versions, card, backends and why not, library, last errors; nothing "
-                           "personal.")  # fmt: skip
+    add("doctor", _doctor, "Report for support: versions, card, backends and why not, library, last errors.")
     key = add("fleet-key", _fleet_key, "Make a key for workers that accept each other's engines; who has it can run "
                                        "programs on each of them.")  # fmt: skip
     key.add_argument("file", type=Path, metavar="FILE", help=f"a new file, for {fleet_key.VARIABLE} to name")
@@ -217,8 +216,9 @@ def _fleet_key(options: argparse.Namespace) -> int:
 
 def _doctor(options: argparse.Namespace) -> int:
     with redirect_stdout(sys.stderr):
-        data, text = doctor.examined(options)
-    return _done(options, data, text)
+        found = doctor.examined(options)
+    _print_json(found)
+    return 0
 
 
 def _library(options: argparse.Namespace) -> Library:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import platform
 import re
-import sys
-import tempfile
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import datetime, timezone
 from importlib import metadata
@@ -41,7 +41,6 @@ VARIABLES = ("COMFYUI_PATH", "CUDA_VISIBLE_DEVICES", "PYTORCH_CUDA_ALLOC_CONF", 
              "TORCHINDUCTOR_CACHE_DIR", "OMP_NUM_THREADS")  # fmt: skip
 LOG_TAIL = 15
 """Lines of a failed build's log."""
-TITLE = "Hybrid TRT, report for support"
 
 
 @dataclass(frozen=True)
@@ -50,7 +49,6 @@ class Place:
 
     Attributes:
         comfyui: ComfyUI's folder, or None.
-        data: the folder of its models and pictures, where that is another one.
         library: None where no library is known.
         device: returns the device that engines run on; may raise.
         options: those that ComfyUI was started with.
@@ -62,22 +60,19 @@ class Place:
     comfyui: Path | None
     library: Library | None
     device: Callable[[], torch.device]
-    data: Path | None = None
     options: Sequence[str] | None = None
     limits: Callable[[], list[str]] | None = None
     jobs: Sequence[Job] | None = None
     lost: Sequence[str] = field(default_factory=list)
 
 
-def report(place: Place, warnings: Callable[[], list[str]]) -> dict[str, Any]:
+def report(place: Place, warnings: Callable[[], Iterable[str]]) -> dict[str, Any]:
     """Return all facts, without what is personal.
 
     Args:
         warnings: returns the pack's latest warnings; asked last, since looking may warn too.
     """
-    now = datetime.now(timezone.utc).isoformat(timespec="seconds")
     found = {
-        TITLE: f"{now}; no personal folders are in it",
         "versions": _told(lambda: _versions(place)),
         "card": _told(lambda: _card(place.device())),
         "backends": _told(lambda: _backends(place.device())),
@@ -85,21 +80,12 @@ def report(place: Place, warnings: Callable[[], list[str]]) -> dict[str, Any]:
         "settings": _told(lambda: _settings(place)),
         "last errors": _told(lambda: _errors(place, warnings)),
     }
-    return _hider(place)(found)
+    return hider(place.library.roots if place.library is not None else ())(found)
 
 
-def _hider(place: Place) -> Callable[[Any], Any]:
-    places: dict[str, Path | None] = {
-        "<pack>": PACK, "<comfyui>": place.comfyui, "<comfyui data>": place.data, "<python>": Path(sys.prefix),
-        "<temporary>": Path(tempfile.gettempdir()),
-    }  # fmt: skip
-    for number, root in enumerate(place.library.roots if place.library is not None else (), 1):
-        places["<library>" if number == 1 else f"<library {number}>"] = Path(root).absolute()
-    try:
-        places["<key folder>"] = trust.key_folder().absolute()
-    except OSError:  # no home
-        pass
-    return hider(places)
+def as_text(found: dict[str, Any]) -> str:
+    """Return a report as text that can be pasted anywhere."""
+    return json.dumps(found, indent=1, ensure_ascii=False)
 
 
 def _told(find: Callable[[], Any]) -> Any:
@@ -115,12 +101,13 @@ def _told(find: Callable[[], Any]) -> Any:
 
 def _versions(place: Place) -> dict[str, Any]:
     return {
+        "report of": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "Hybrid TRT": PACK_VERSION,
         "ComfyUI": _told(lambda: _comfyui_version(place)),
         "Python": platform.python_version(),
         "system": platform.platform(),
         **_told_of_torch(),
-        "NVIDIA driver": _told(_driver),
+        "NVIDIA driver": _told(driver_version) or "not found (nvidia-smi does not tell it)",
         "packages": _told(_packages),
         "missing packages": _told(_missing_packages),
     }
@@ -141,10 +128,6 @@ def _told_of_torch() -> dict[str, str]:
         return {"torch": f"cannot be loaded ({type(error).__name__}: {error}); this has to be ComfyUI's Python"}
     built = f"ROCm {torch.version.hip}" if torch.version.hip else torch.version.cuda or "torch was built without it"
     return {"torch": torch.__version__, "CUDA": built}
-
-
-def _driver() -> str:
-    return driver_version() or "not found (nvidia-smi does not tell it)"
 
 
 def _packages() -> str:
@@ -197,34 +180,22 @@ def _backends(device: torch.device) -> dict[str, Any]:
 def _backend(backend: Any, device: torch.device) -> str:
     """Say whether a backend serves and builds, and where it does not, why and what to install."""
     if (refusal := backend.unavailable(device)) is not None:
-        return f"cannot serve: {refusal.detail}{_not_installed(backend, refusal)}"
+        return f"cannot serve: {refusal.detail}"
     text = f"serves, version {backend.version()}"
     refusal = backend.cannot_build(device)
     return text if refusal is None else f"{text}; cannot build: {refusal.detail}"
 
 
-def _not_installed(backend: Any, known: Fallback) -> str:
-    """Say of a backend that another GPU would need what it lacks besides."""
-    from ...backends.tensorrt.backend import TensorRTBackend
-    from ...backends.tensorrt.flavour import missing
-
-    lacking = missing(backend.flavour) if isinstance(backend, TensorRTBackend) else None
-    return "" if lacking is None or lacking == known else f"; and {lacking.detail}"
-
-
 def _library(place: Place) -> Any:
     if place.library is None:
-        return {"folder": " ".join(dict.fromkeys(place.lost)) or "not known"}
-    library, root = place.library, place.library.roots[0]
+        return " ".join(dict.fromkeys(place.lost)) or "not known"
+    library = place.library
     found = inventory.entries(library, *_judges(place))
-    states = {entry.state: sum(one.state == entry.state for one in found) for entry in found}
-    there = "" if root.is_dir() else " (not there yet: the first build makes it)"
     return {
-        "folder": "".join((str(root), there)),
-        "further folders": ", ".join(str(other) for other in library.roots[1:]),
-        "engines": f"{len(found)}" + "".join(f", {count} {state}" for state, count in states.items()),
+        "folders": [f"{one}{'' if one.is_dir() else ' (not there yet)'}" for one in library.roots],
+        "engines": Counter(entry.state for entry in found),
         "size": gigabytes(sum(entry.bytes for entry in found)),
-        "free": gigabytes(free_bytes(root)),
+        "free": gigabytes(free_bytes(library.roots[0])),
         "secret of this machine": _told(_secret),
         "fleet key": _told(_fleet),
         "contents": [_told(lambda entry=entry: _engine(entry)) for entry in found],
@@ -264,8 +235,7 @@ def _engine(entry: inventory.Entry) -> dict[str, Any]:
 def _secret() -> str:
     """Say whether there is a secret, and never which."""
     trust.is_signed("", "")  # which warns of one that others may read
-    named = f"; {trust.FOLDER_VARIABLE} is set" if os.environ.get(trust.FOLDER_VARIABLE) else ""
-    return ("there" if trust.key_stamp() is not None else "none yet, or it cannot be read") + named
+    return "there" if trust.key_stamp() is not None else "none yet, or it cannot be read"
 
 
 def _fleet() -> str:
@@ -275,7 +245,7 @@ def _fleet() -> str:
 
 def _settings(place: Place) -> dict[str, Any]:
     names = [*VARIABLES, *sorted(name for name in os.environ if name.startswith("HYBRID_TRT_"))]
-    found: dict[str, Any] = {name: _quoted(os.environ[name]) for name in names if name in os.environ}
+    found: dict[str, Any] = {name: os.environ[name] for name in names if name in os.environ}
     found |= {name: "set" for name in SECRETS if name in found}
     if place.library is not None:
         found |= asdict(read_settings(place.library.roots[0]))
@@ -286,12 +256,7 @@ def _settings(place: Place) -> dict[str, Any]:
     return found
 
 
-def _quoted(value: str) -> str:
-    """Return a value whose end can be told where it may be a folder."""
-    return f"'{value}'" if re.search(r"[\\/]", value) else value
-
-
-def _errors(place: Place, warnings: Callable[[], list[str]]) -> dict[str, Any]:
+def _errors(place: Place, warnings: Callable[[], Iterable[str]]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     if place.jobs is None:
         found["failed builds"] = "those of ComfyUI are in the report of its panel 'TRT engines'"

@@ -1,4 +1,4 @@
-"""Texts without what is personal: known folders get names; other paths, secrets, logins and names are taken out."""
+"""Texts without what is personal: home, library, names of the user and the machine, logins and secrets."""
 
 from __future__ import annotations
 
@@ -6,113 +6,58 @@ import getpass
 import os
 import re
 import socket
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 SECRETS = ("HYBRID_TRT_FARM_TOKEN", "HYBRID_TRT_FLEET_KEY", "RAY_AUTH_TOKEN")
 """Variables of the environment with secrets of the pack or of the farm: their values are told nowhere."""
 SHORTEST_SECRET = 8
-NOT_PERSONAL = {"", "root", "localhost", "comfyui"}
+NOT_PERSONAL = {"root", "localhost", "comfyui"}
 SHORTEST_NAME = 3
 """Shorter user names are parts of sentences; in paths they go with the home folder."""
-
-_INNER = ("~", "<temporary>")
-"""Folders inside of which names are personal too."""
-_SCHEME = r"(?:[a-z]+:/{2,}(?=/[^/\s]|[A-Za-z]:[\\/]))?"
-_START = rf"{_SCHEME}(?:(?:{'|'.join(_INNER)})[\\/]+|/(?=[^\s/])|[A-Za-z]:[\\/]+|\\\\+(?=\w))"
-_INSIDE = r"[^\\/\n\"'<>|]"
-_PATH = re.compile(rf"(?<![\w~>./\\-]){_START}(?:{_INSIDE}*[^\\/\s\"'<>|(=,;:][\\/]+)*[^\\/\s\"'<>|(),;:]*")
-"""A path that no quotes hold: folders may have spaces inside their names, and the last part ends at the first one."""
-_QUOTED = re.compile(rf"(?P<quote>[\"'`]){_START}[^\n]*?(?P=quote)")
-_LOGIN = re.compile(r"(?:(?<=://)[^\s/\"']+|(?<![\w/])[\w.+-]+:[^\s/\"'@]+)@(?:\[[^\s\]]*\]|[\w.-]*)")
+_LOGIN = r"((?<=://)[^\s/\"']+|(?<![\w/])[\w.+-]+:[^\s/\"'@]+)@(\[[^\s\]]*\]|[\w.-]*)"
 """Name and password before the host of an address, and that host."""
-_FILE = re.compile(r"[^\\/]*\.\w[^\\/]*")
 
 
-def hider(places: Mapping[str, Path | None]) -> Callable[[Any], Any]:
-    """Return a function that takes what is personal out of a text, or out of all texts of some data.
-
-    Args:
-        places: folders by the words that stand for them; the home folder is known.
-    """
-    known = sorted(set(_known({**places, "~": _home()})), key=lambda pair: (-len(pair[0]), pair))
-    patterns = [(_as_pattern(path), word) for path, word in known]
-    secrets = [one for name in SECRETS if len(one := os.environ.get(name, "").strip()) >= SHORTEST_SECRET]
-    names = [(re.compile(rf"(?<![A-Za-z0-9]){re.escape(name)}(?![A-Za-z0-9])", re.IGNORECASE), word)
-             for word, found in (("<host>", _host_names()), ("<user>", _user_names())) for name in found]  # fmt: skip
+def hider(libraries: Sequence[Path]) -> Callable[[Any], Any]:
+    """Return a function that takes what is personal out of a text, or out of all texts of some data."""
+    words = [(re.compile(pattern, re.IGNORECASE), word) for pattern, word in _personal(libraries)]
 
     def hide(value: Any) -> Any:
         if isinstance(value, Mapping):
             return {key: hide(one) for key, one in value.items()}
         if isinstance(value, list | tuple):
             return [hide(one) for one in value]
-        if not isinstance(value, str):
-            return value
-        for secret in secrets:
-            value = value.replace(secret, "<secret>")
-        value = _LOGIN.sub("<login>@<host>", value)
-        for pattern, word in patterns:
-            value = pattern.sub(lambda _, word=word: word, value)
-        value = _QUOTED.sub(lambda found: f"{found['quote']}{_short(found[0][1:-1])}{found['quote']}", value)
-        value = _PATH.sub(lambda found: _short(found[0]), value)
-        for name, word in names:
-            value = name.sub(word, value)
+        if isinstance(value, str):
+            for pattern, word in words:
+                value = pattern.sub(word, value)
         return value
 
     return hide
 
 
-def _known(places: Mapping[str, Path | None]) -> Iterator[tuple[str, str]]:
-    for word, place in places.items():
-        for path in {place, _resolved(place)} - {None}:
-            if len(path.parts) > 1:  # a disk's own folder says nothing
-                yield str(path), word
+def _personal(libraries: Sequence[Path]) -> Iterator[tuple[str, str]]:
+    """Yield patterns, and the words that stand in their place: longer ones before their parts."""
+    for name in SECRETS:
+        if len(secret := os.environ.get(name, "").strip()) >= SHORTEST_SECRET:
+            yield re.escape(secret), "<secret>"
+    yield _LOGIN, "<login>@<host>"
+    home, host = os.path.expanduser("~"), socket.gethostname()
+    folders = {home: "~"} | {str(folder): f"<library {n}>" for n, folder in enumerate(libraries, 1)}
+    known = {spelt(folder): word for folder, word in folders.items() for spelt in (os.path.abspath, os.path.realpath)}
+    for folder in sorted(known, key=len, reverse=True):
+        if len(Path(folder).parts) > 1:  # a disk's own folder says nothing
+            parts = map(re.escape, re.split(r"[\\/]+", folder))  # backslashes may be doubled
+            yield r"[\\/]+".join(parts) + r"(?![\w-])", known[folder]
+    names = {host: "<host>", host.partition(".")[0]: "<host>", Path(home).name: "<user>", _user(): "<user>"}
+    for name, word in names.items():
+        if len(name) >= SHORTEST_NAME and name.lower() not in NOT_PERSONAL:
+            yield rf"(?<![A-Za-z0-9]){re.escape(name)}(?![A-Za-z0-9])", word
 
 
-def _resolved(path: Path | None) -> Path | None:
+def _user() -> str:
     try:
-        return None if path is None else path.resolve()
-    except (OSError, RuntimeError):  # a ring of links
-        return None
-
-
-def _as_pattern(path: str) -> re.Pattern[str]:
-    """Return what finds a path in a text, also one whose backslashes are doubled."""
-    parts = [re.escape(part) for part in re.split(r"[\\/]+", path)]
-    return re.compile(r"[\\/]+".join(parts) + r"(?![\w-])", re.IGNORECASE)
-
-
-def _short(path: str) -> str:
-    """Return a path without its folders; a last part that may be a folder goes too."""
-    first, *_, last = re.split(r"[\\/]", path.rstrip("\\/"))
-    begin = f"{first}/..." if first in _INNER else "<path>"
-    return f"{begin}/{last}" if _FILE.fullmatch(last) else begin
-
-
-def _home() -> Path | None:
-    try:
-        return Path.home()
-    except RuntimeError:
-        return None
-
-
-def _user_names() -> set[str]:
-    found = {os.environ.get(name, "") for name in ("USER", "USERNAME", "LOGNAME")}
-    home = _home()
-    found.add("" if home is None else home.name)
-    try:
-        found.add(getpass.getuser())
+        return getpass.getuser()
     except (OSError, KeyError, ImportError):  # nobody knows this user's number
-        pass
-    return _personal(found)
-
-
-def _host_names() -> list[str]:
-    """Return this machine's names, the longest first."""
-    name = socket.gethostname()
-    return sorted(_personal({name, name.partition(".")[0]}), key=len, reverse=True)
-
-
-def _personal(names: set[str]) -> set[str]:
-    return {name for name in names if name.lower() not in NOT_PERSONAL and len(name) >= SHORTEST_NAME}
+        return ""
