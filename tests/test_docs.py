@@ -91,7 +91,7 @@ def test_files_and_scripts_that_pages_name_exist() -> None:
         for path in re.findall(r"`((?:tests|tools|benchmarks)/[\w/]+\.(?:py|json))`", page.read_text(encoding="utf-8")):
             assert (ROOT / path).is_file(), f"{page.name}: {path}"
     named = set(re.findall(r"`(\w+\.py)`", read("benchmarks/README.md")))
-    assert named <= {path.name for path in (ROOT / "benchmarks").glob("*.py")}
+    assert named <= {path.name for path in (ROOT / "benchmarks").rglob("*.py")}
 
 
 def test_pictures_are_small_and_shown() -> None:

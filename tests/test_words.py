@@ -50,4 +50,4 @@ def test_no_docstring_begins_with_a_question_word() -> None:
 
 def test_benchmarks_readme_has_a_line_for_each_script() -> None:
     named = set(re.findall(r"`(\w+\.py)`", (ROOT / "benchmarks" / "README.md").read_text(encoding="utf-8")))
-    assert named == {path.name for path in (ROOT / "benchmarks").glob("*.py")}
+    assert named == {path.name for path in (ROOT / "benchmarks").rglob("*.py")}

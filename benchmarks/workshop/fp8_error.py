@@ -1,6 +1,6 @@
 """Error of SDXL's UNet when linears take float8, found by rounding their inputs and weights, on a CPU.
 
-    python benchmarks/fp8_error.py --comfyui ~/ComfyUI --base /tmp/benchmark --out benchmarks/results/fp8_error.json
+    python benchmarks/workshop/fp8_error.py --comfyui ~/ComfyUI --base /tmp/benchmark --out fp8_error.json
 
 Each row of the inputs and each output's weights have a scale of their own, as ``torch._scaled_mm`` takes them; products
 are then summed up in float32, so a GPU's own rounding comes on top. A full-size model with random weights in float32
@@ -17,9 +17,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 import models
 import networks
-import torch
 
 LARGEST = 448.0
 """Of float8_e4m3fn."""
@@ -107,7 +110,7 @@ def main() -> None:
     with torch.inference_mode():
         rows = measure(load(options.comfyui, options.base), options.size)
     told = {
-        "command": "python benchmarks/fp8_error.py --comfyui ... --base ... --out ...",
+        "command": "python benchmarks/workshop/fp8_error.py --comfyui ... --base ... --out ...",
         "machine": "a CPU, float32",
         "network": "SDXL's UNet, full size, random weights, one image of 8 x --size px, 77 tokens, timestep 500",
         "size": options.size,

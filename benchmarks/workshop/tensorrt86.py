@@ -1,7 +1,7 @@
 """The full TensorRT 8.6.0 for a Python that its wheel does not know: its open-source bindings, compiled for it.
 
-    python benchmarks/tensorrt86.py sources --tensorrt TensorRT --onnx-tensorrt onnx-tensorrt --out bindings.tar.xz
-    python benchmarks/tensorrt86.py install --wheel tensorrt-8.6.0-*.whl --bindings bindings.tar.xz --site site
+    python benchmarks/workshop/tensorrt86.py sources --tensorrt DIR --onnx-tensorrt DIR --out bindings.tar.xz
+    python benchmarks/workshop/tensorrt86.py install --wheel tensorrt-8.6.0-*.whl --bindings bindings.tar.xz --site site
 
 The first needs clones of NVIDIA/TensorRT and onnx/onnx-tensorrt, the second a C++ compiler, binutils and headers of
 CUDA; then ``LD_LIBRARY_PATH=site/tensorrt PYTHONPATH=site``. On Python 3.8 to 3.10 ``pip install tensorrt==8.6.0`` is

@@ -3,7 +3,7 @@
 A ControlNet is called as in a run of a model with *TRT Sampler Patch*. Without it the results of each call are looked
 at, which the last line has too: most of it is sums, which the device computes.
 
-    python tools/environment.py run -- python benchmarks/own_cost.py
+    python tools/environment.py run -- python benchmarks/workshop/own_cost.py
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "tools"), str(ROOT / "tests" / "support")]
 
 from pack import import_comfy

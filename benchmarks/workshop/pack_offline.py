@@ -1,7 +1,7 @@
 """Pack what a GPU machine without a network needs: ComfyUI, this pack and the wheels that it lacks, in parts.
 
     python -m pip freeze > have.txt                                      # on the GPU machine
-    python benchmarks/pack_offline.py --have have.txt --python 3.12 --out parts      # here, with a network
+    python benchmarks/workshop/pack_offline.py --have have.txt --python 3.12 --out parts      # here, with a network
     bash part1/unpack.sh /some/folder                                    # there, with all parts side by side
 
 Each part is a folder of at most ``--mib`` MiB; larger files are cut, and ``unpack.sh`` joins them again. With
@@ -19,7 +19,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "tools"))
 
 import environment
@@ -54,7 +54,7 @@ for archive in *.tar.xz; do tar xJf "$archive" && rm "$archive"; done
 path="$PWD/site"  # whole, for what changes the folder
 if [ -e "$(ls "$here"/part*/{BINDINGS} 2>/dev/null)" ]; then
     mv wheels/tensorrt-8.6.0-*.whl .
-    python3 hybrid-trt/benchmarks/tensorrt86.py install --wheel tensorrt-8.6.0-*.whl \\
+    python3 hybrid-trt/benchmarks/workshop/tensorrt86.py install --wheel tensorrt-8.6.0-*.whl \\
         --bindings "$here"/part*/{BINDINGS} --site trt
     rm tensorrt-8.6.0-*.whl
     path="$PWD/trt:$PWD/site"

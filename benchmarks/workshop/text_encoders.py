@@ -1,6 +1,6 @@
 """Milliseconds that a changed prompt costs in the text encoders of each family: native, and compiled by torch.
 
-    python benchmarks/text_encoders.py --comfyui ~/ComfyUI --out benchmarks/results/text_encoders.json
+    python benchmarks/workshop/text_encoders.py --comfyui ~/ComfyUI --out benchmarks/results/text_encoders.json
 
 Each row is a family: ``native_ms`` is the median of *CLIP Text Encode* with another prompt each time, tokenizing
 included, the model on the GPU already; ``compiled_ms`` the same with the encoders' networks compiled by torch.compile,
@@ -138,7 +138,8 @@ def main() -> None:
             rows.append(measure(family))
         print(json.dumps(rows[-1]), flush=True)
         gpu = "" if options.cpu else torch.cuda.get_device_name(0)
-        found = {"command": "python benchmarks/text_encoders.py", "gpu": gpu, "torch": torch.__version__, "rows": rows}
+        command = "python benchmarks/workshop/text_encoders.py"
+        found = {"command": command, "gpu": gpu, "torch": torch.__version__, "rows": rows}
         options.out.write_text(json.dumps(found, indent=1) + "\n")
         from comfy import model_management
 
