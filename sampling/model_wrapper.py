@@ -72,7 +72,7 @@ def patch_model(model: ModelPatcher, handle: EngineHandle, refusal: Fallback | N
         wrappers[WrappersMP.CALC_COND_BATCH].append(call_on_device)
         wrappers[WrappersMP.OUTER_SAMPLE].append(sample_on_device)
     if prompts:
-        kept = SteadyPrompts(handle, tensors_of_run)
+        kept = SteadyPrompts(lambda: tensors_of_run() if handle.encodes_prompts else None)
         wrappers[WrappersMP.CALC_COND_BATCH].append(kept.join)
         wrappers[WrappersMP.APPLY_MODEL] = [kept.cast]
     if stacks:

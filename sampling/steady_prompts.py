@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from comfy.patcher_extension import WrapperExecutor
 
     from .device_inputs import Conds
-    from .engine_handle import EngineHandle
 
 KEPT = 32
 """Results of a run that are known, the latest."""
@@ -127,20 +126,20 @@ def _steady_kind(kind: type) -> type:
 
 
 class SteadyPrompts(Shared):
-    """Two wrappers for a model whose engine encodes a prompt once, see ``EngineHandle.encodes_prompts``."""
+    """Two wrappers for a model whose engine encodes a prompt once, see ``EngineHandle.encodes_prompts``.
 
-    def __init__(self, handle: EngineHandle, tensors: Callable[[], SteadyTensors | None]):
-        """
-        Args:
-            tensors: those of the run that a call is part of, or None.
-        """
-        self._handle, self._tensors = handle, tensors
+    Args:
+        tensors: returns those of the run that a call is part of; None while no engine encodes prompts.
+    """
+
+    def __init__(self, tensors: Callable[[], SteadyTensors | None]):
+        self._tensors = tensors
 
     def join(
         self, executor: WrapperExecutor, model: Any, conds: Conds, x_in: torch.Tensor, timestep: Any, options: dict
     ) -> Any:
         """Let ComfyUI join prompts to steady tensors; a CALC_COND_BATCH wrapper."""
-        tensors = self._tensors() if self._handle.encodes_prompts else None
+        tensors = self._tensors()
         given = conds if tensors is None else steady(conds, tensors)
         return executor(model, given, x_in, timestep, options)
 
@@ -149,7 +148,7 @@ class SteadyPrompts(Shared):
         *args: Any, **kwargs: Any,
     ) -> Any:  # fmt: skip
         """Cast the prompts as ComfyUI is about to; an APPLY_MODEL wrapper."""
-        tensors = self._tensors() if self._handle.encodes_prompts else None
+        tensors = self._tensors()
         if tensors is not None and type(c_crossattn) is torch.Tensor:
             prompts, device, dtype = c_crossattn, x.device, executor.class_obj.get_dtype_inference()
             c_crossattn = tensors.get((device, dtype), [prompts], lambda: cast_to_device(prompts, device, dtype))
