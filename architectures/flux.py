@@ -21,9 +21,9 @@ from einops import rearrange
 from . import Role
 from .blocks import in_blocks
 from .calls import Binding, EngineCall, ResidualLayout, Unsupported
-from .image_tokens import BATCH, IMAGE, PROMPT, ImageTokenSizes
 from .rotary import Rotary, RotaryAttention, rotary_inputs, write_out_norms
 from .shapes import Sizes, TensorSpec
+from .sizes import BATCH, IMAGE, PROMPT, ImageTokenSizes
 
 FLUX1 = Sizes("Flux.1", 256, 1024, 1536, max_tokens=512)
 FLUX2 = Sizes("Flux.2", 256, 1024, 1536, max_tokens=512)
@@ -32,7 +32,7 @@ KEPT = 4
 """Sizes of which a binding keeps the rotary embeddings."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class FluxArchitecture(ImageTokenSizes):
     """A transformer that takes tokens of picture and prompt, sigmas, rotary embeddings and one tensor per residual.
 
@@ -41,6 +41,8 @@ class FluxArchitecture(ImageTokenSizes):
     """
 
     name: str
+    patch: int
+    usual_prompt: int
     global_modulation: bool
 
     role = Role.BACKBONE
@@ -274,6 +276,6 @@ NEEDS = (
 """Names in ComfyUI's own code that the family relies on, see ``needs``."""
 
 ARCHITECTURES = (
-    FluxArchitecture(FLUX1, 8, 2, 256, "flux1", global_modulation=False),
-    FluxArchitecture(FLUX2, 16, 1, 512, "flux2", global_modulation=True),
+    FluxArchitecture(FLUX1, name="flux1", patch=2, usual_prompt=256, global_modulation=False),
+    FluxArchitecture(FLUX2, name="flux2", patch=1, usual_prompt=512, global_modulation=True),
 )

@@ -21,13 +21,12 @@ from . import Role
 from .blocks import in_blocks
 from .calls import Binding, EngineCall, OtherKind, PerImagePass, ResidualLayout, Unsupported
 from .flux import FLUX1, KEPT, conditioning, conditioning_specs, rotary_of, thousandths, to_tokens
-from .image_tokens import BATCH, IMAGE, PROMPT, ImageTokenSizes
 from .rotary import RotaryAttention, rotary_inputs, write_out_norms
 from .shapes import Dim, TensorSpec
+from .sizes import BATCH, IMAGE, LATENT, PATCH, PROMPT, ImageTokenSizes
 
 HINT, PIXELS = "hint", "hint_pixels"
 """The hint's tokens, which an engine takes; and the control image of the networks that encode it themselves."""
-LATENT, PATCH = 8, 2
 MODE = "mode"
 """The input of a union ControlNet that says which of its types each token of the prompt stands for, mostly none."""
 
@@ -39,9 +38,9 @@ class FluxControlNetArchitecture(ImageTokenSizes):
     A union ControlNet with a type has one token more than the prompt, and that comes first: it is the type's embedding.
     """
 
-    name: str
-
+    name = "flux1_controlnet"
     role = Role.CONTROLNET
+    usual_prompt = 256
     arguments = ("x", "timesteps", "context", "y", "guidance", "hint")
 
     def matches(self, module: torch.nn.Module) -> bool:
@@ -260,4 +259,4 @@ NEEDS = (
 )
 """Names in ComfyUI's own code that the family relies on, see ``needs``."""
 
-ARCHITECTURES = (FluxControlNetArchitecture(FLUX1, LATENT, PATCH, 256, "flux1_controlnet"),)
+ARCHITECTURES = (FluxControlNetArchitecture(FLUX1),)

@@ -17,7 +17,8 @@ from .blocks import in_blocks
 from .calls import Binding, EngineCall, ResidualLayout, Unsupported
 from .rotary import write_out_norms
 from .shapes import Dim, Sizes, TensorSpec
-from .token_sizes import BATCH, KEPT, PATCH, PICTURE, REFERENCE, TOKENS, TokenSizes, attended
+from .sizes import BATCH, PATCH, PICTURE, PROMPT, REFERENCE, TokenSizes
+from .token_layers import KEPT, attended
 
 INDEX, ZERO, NEGATIVE = "index", "index_timestep_zero", "negative_index"
 """ComfyUI's names of ways to place references; with any other name they lie beside each other."""
@@ -52,12 +53,12 @@ class QwenImage(TokenSizes):
         blocks = range(len(module.transformer_blocks))
         return [
             TensorSpec("image", dtype, (BATCH, PICTURE, width)),
-            TensorSpec("context", dtype, (BATCH, TOKENS, module.txt_in.in_features)),
+            TensorSpec("context", dtype, (BATCH, PROMPT, module.txt_in.in_features)),
             TensorSpec("reference", dtype, (BATCH, REFERENCE, width)),
             TensorSpec("timestep", "float32", (BATCH,), sample="sigma"),
             TensorSpec("reference_timestep", "float32", (BATCH,), sample="sigma"),
             TensorSpec("pe_image", dtype, (Dim("R"), Dim("C"), pairs, 2), steady=True),
-            TensorSpec("pe_context", dtype, (TOKENS, pairs, 2), steady=True),
+            TensorSpec("pe_context", dtype, (PROMPT, pairs, 2), steady=True),
             TensorSpec("pe_reference", dtype, (REFERENCE, pairs, 2), steady=True),
             *(TensorSpec(f"control_{i}", dtype, (BATCH, PICTURE, features), optional=True) for i in blocks),
         ]

@@ -346,14 +346,12 @@ class Examples:
         compared: a few small calls inside the profile, for comparing the graph with native on the CPU.
         compiled: the calls to be fastest at.
         extremes: the least, best and largest calls, for comparing an engine on its device.
-        extremes_on_cpu: the same, no larger than a CPU bears.
     """
 
     traced: dict[str, int]
     compared: list[dict[str, int]]
     compiled: list[dict[str, int]]
     extremes: list[dict[str, int]]
-    extremes_on_cpu: list[dict[str, int]]
 
 
 def words_for(profile: Profile, symbols: Mapping[str, Symbol]) -> str:

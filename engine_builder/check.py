@@ -123,10 +123,12 @@ def check_task(order: BuildOrder, manifest: Manifest, engine: Path, native: Task
     device, identity = order.target_device, manifest.identity
     architecture = order.network.architecture()
     examples = architecture.examples(identity.profile)
-    calls, timed = on_cpu(architecture, examples.extremes_on_cpu, examples.extremes_on_cpu[0]), None
-    if device.type != "cpu":
+    calls, timed = examples.extremes, None
+    if device.type == "cpu":
+        calls = on_cpu(architecture, calls, calls[0])
+    else:
         timed = examples.compiled[0]
-        calls = examples.extremes if timed in examples.extremes else [*examples.extremes, timed]
+        calls = calls if timed in calls else [*calls, timed]
     return {
         "step": "check",
         "engine": str(engine),

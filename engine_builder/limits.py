@@ -75,14 +75,26 @@ def within_memory(run: Runner) -> Runner:
     return run_within_memory
 
 
-def on_cpu(architecture: Architecture, calls: Sequence[Call], otherwise: Call) -> list[Call]:
-    """Return those of some calls that a CPU bears, or another one where it bears none."""
+def on_cpu(architecture: Architecture, calls: Sequence[Call], least: Call) -> list[Call]:
+    """Return calls that a CPU bears: they are halved where they are too large, and left out where that is too little.
 
-    def elements(call: Call) -> int:
-        told = {name for name, symbol in architecture.symbols.items() if symbol.of_picture}
-        return math.prod(size for name, size in call.items() if name in told)
+    Args:
+        least: no size is halved to below its own; it is returned where no call is left.
+    """
+    found: list[Call] = []
+    for call in map(dict, calls):
+        for symbol in architecture.halved:
+            while _elements(architecture, call) > CPU_ELEMENTS and call.get(symbol, 1) // 2 >= least.get(symbol, 1):
+                call[symbol] //= 2
+        if _elements(architecture, call) <= CPU_ELEMENTS and call not in found:
+            found.append(call)
+    return found or [least]
 
-    return [call for call in calls if elements(call) <= CPU_ELEMENTS] or [otherwise]
+
+def _elements(architecture: Architecture, call: Call) -> int:
+    """Return the latent elements or tokens of a call's pictures. A step in pixels is one of them."""
+    symbols = {name: symbol for name, symbol in architecture.symbols.items() if symbol.of_picture and name in call}
+    return math.prod(call[name] * (1 if symbol.unit else symbol.step) for name, symbol in symbols.items())
 
 
 def in_blocks(order: BuildOrder) -> bool:

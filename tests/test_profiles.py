@@ -10,8 +10,8 @@ import pack
 import pytest
 from fake_engine import publish_engine
 from hybrid_trt.architectures import architectures
-from hybrid_trt.architectures.image_latent import ANY
 from hybrid_trt.architectures.shapes import MOST, SIZE_NAMES
+from hybrid_trt.architectures.sizes import ANY
 from hybrid_trt.engine_builder.expected_time import MEASURED, expected
 from hybrid_trt.engine_library import Library, trust
 from profiles import profile_of
