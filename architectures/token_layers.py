@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
+from comfy.ldm.common_dit import pad_to_patch_size
+from einops import rearrange
 
 from .rotary import turned
 from .sizes import PATCH
@@ -42,3 +44,18 @@ def to_video(tokens: torch.Tensor, frames: int, rows: int, columns: int) -> torc
     """Tokens as the network gives them -> (batch, channels, frames, height, width)."""
     patches = tokens.unflatten(1, (frames, rows, columns)).unflatten(-1, (PATCH, PATCH, -1))
     return patches.permute(0, 6, 1, 2, 4, 3, 5).flatten(5, 6).flatten(3, 4)
+
+
+def latent_to_tokens(x: torch.Tensor, patch: int) -> torch.Tensor:
+    """(images, channels, height, width) -> (images, tokens, channels * patch * patch), as ComfyUI has them."""
+    x = pad_to_patch_size(x, (patch, patch))
+    return rearrange(x, "b c (h ph) (w pw) -> b (h w) (c ph pw)", ph=patch, pw=patch)
+
+
+def to_latent(tokens: torch.Tensor, like: torch.Tensor, patch: int) -> torch.Tensor:
+    """The inverse of ``latent_to_tokens``, without what was padded and without the tokens behind the picture's."""
+    height, width = like.shape[2:]
+    rows, columns = (-(-side // patch) for side in (height, width))
+    own = tokens[:, : rows * columns]
+    latent = rearrange(own, "b (h w) (c ph pw) -> b c (h ph) (w pw)", h=rows, w=columns, ph=patch, pw=patch)
+    return latent[:, :, :height, :width]

@@ -23,6 +23,7 @@ from .calls import Binding, EngineCall, PerImagePass, Unsupported
 from .rotary import rotated
 from .shapes import TOKEN_STEP, Dim, Range, Sizes, Symbol, TensorSpec
 from .sizes import PATCH, ImageTokenSizes
+from .token_layers import attended
 
 GROUP = 32
 """Native pads prompt and picture to a multiple of so many tokens."""
@@ -190,8 +191,7 @@ def _turned(layer: torch.nn.Module, x: torch.Tensor, places: torch.Tensor) -> to
 def _attended(layer: torch.nn.Module, x: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
     q, k, v = layer.qkv(x).unflatten(-1, (3, layer.n_local_heads, layer.head_dim)).unbind(2)
     heads = [_turned(layer.q_norm, q, places), _turned(layer.k_norm, k, places), v]
-    found = F.scaled_dot_product_attention(*(t.transpose(1, 2) for t in heads))
-    return layer.out(found.transpose(1, 2).flatten(2))
+    return layer.out(attended(*heads))
 
 
 def _bounded(x: torch.Tensor) -> torch.Tensor:
