@@ -108,7 +108,7 @@ class Backend(Protocol):
     Attributes:
         name: stands in manifests and in the node's list; never change it.
         preference: of several backends that can serve, ``auto`` takes the highest where no figures tell more.
-        measured_on: kinds of devices, see ``kind_of``, on which its engines were compared with native; elsewhere
+        measured_on: kinds of devices (see ``gpu.kind_of``) on which its engines were compared with native; elsewhere
             ``auto`` takes only engines of it that were timed on the very GPU.
         builds_on_gpu: True if a build needs memory and time of the GPU that it is for.
         runs_live_weights: True if its engines hold no weights: it then serves without an engine too.
@@ -261,18 +261,3 @@ def why_refused(backend: Backend, manifest: Manifest, device: torch.device) -> F
     if strange is not None:
         return Fallback(Reason.BROKEN_ENGINE, f"it has a file {strange}, and {backend.name} writes none of that name")
     return backend.refuses(manifest, device)
-
-
-def kind_of(device: torch.device) -> str:
-    """The kind of device that measurements hold for: ``"cpu"``, ``"cuda"`` (NVIDIA), ``"rocm"`` and so on."""
-    import torch
-
-    return "rocm" if device.type == "cuda" and torch.version.hip is not None else device.type
-
-
-def gpu_of(device: torch.device) -> str:
-    """The GPU behind a device, in words that tell models of GPUs apart; ``""`` where no engine needs to know."""
-    from .tensorrt.flavour import Gpu
-
-    found = Gpu.of(device)
-    return "" if found is None else f"{found.sm} {found.name}"

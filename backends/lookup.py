@@ -13,7 +13,8 @@ from ..architectures import architectures, runs_per_step
 from ..architectures.calls import RequestedCalls, UncoveredCall, serves_every_size
 from ..architectures.shapes import Picture, Profile
 from ..engine_library import Engine, EngineQuery, Fallback, Library, Manifest, Reason, Unavailable, trust
-from . import AUTO, Backend, backends, gpu_of, kind_of, why_refused
+from ..engine_library.gpu import gpu_of, kind_of
+from . import AUTO, Backend, backends, why_refused
 
 if TYPE_CHECKING:
     import torch

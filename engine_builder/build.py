@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 
 from ..architectures.shapes import Examples
-from ..backends import Progress, gpu_of, why_refused
+from ..backends import Progress, why_refused
 from ..backends.lookup import refusal_for
 from ..comfy_model.hash_cache import source_of
 from ..comfy_model.network import NativeNetwork
@@ -40,6 +40,7 @@ from ..engine_library import (
 )
 from ..engine_library.disk import check_limit, check_room, read_settings, readable
 from ..engine_library.engine import GRAPH_NAME, LIMITS, PARAMETERS_NAME, describe_files
+from ..engine_library.gpu import gpu_of
 from ..engine_library.manifest import PACK_VERSION
 from .check import check_engine, check_task, unchecked_engine
 from .limits import WAITED, MakeRoom, TimeLimit, in_blocks, on_cpu, with_room, within_memory

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ..backends import Progress, gpu_of, why_refused
+from ..backends import Progress, why_refused
 from ..comfy_model.snapshot import write_structure, write_weights
 from ..engine_library import (
     Engine,
@@ -24,6 +24,7 @@ from ..engine_library import (
 )
 from ..engine_library.disk import check_room
 from ..engine_library.engine import LIMITS
+from ..engine_library.gpu import gpu_of
 from .limits import on_cpu
 from .resources import check_memory
 from .worker.onnx_export import DATA_NAME

@@ -12,11 +12,12 @@ from comfy import model_management
 from server import PromptServer
 
 from ..architectures import presets
-from ..backends import backends, gpu_of
+from ..backends import backends
 from ..backends.lookup import refusals
 from ..comfy_model.hash_cache import source_changed
 from ..engine_library import Manifest, Reason, inventory
 from ..engine_library.disk import Settings, free_bytes, read_settings, write_settings
+from ..engine_library.gpu import gpu_of
 from .http import PREFIX, Refused, answer, changes, read_json, reads
 from .library_folder import FOLDER_KEY, library
 from .node_states import engine_json

@@ -47,7 +47,6 @@ def on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
             monkeypatch.setenv(fleet_key.VARIABLE, str(fleet))
 
     fleet_key._warn.cache_clear()
-    trust._driver.cache_clear()
     return become
 
 

@@ -16,9 +16,10 @@ import torch
 from comfy import model_management
 from comfy.controlnet import ControlLora
 from comfy.model_patcher import ModelPatcher
-from hybrid_trt.backends import backends, gpu_of
+from hybrid_trt.backends import backends
 from hybrid_trt.backends.torch_inductor.session import LiveSession
 from hybrid_trt.engine_library import Library, trust
+from hybrid_trt.engine_library.gpu import gpu_of
 from hybrid_trt.sampling.engine_patcher import EnginePatcher
 from hybrid_trt.sampling.native_weights import OffloadedPatcher
 from hybrid_trt.sessions.file_session import FileSession

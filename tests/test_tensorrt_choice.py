@@ -15,8 +15,9 @@ from hybrid_trt.backends import BuildRequest, backends
 from hybrid_trt.backends.tensorrt import build as trt_build
 from hybrid_trt.backends.tensorrt import flavour as trt_flavour
 from hybrid_trt.backends.tensorrt import rtx as rtx_backend
-from hybrid_trt.backends.tensorrt.flavour import Flavour, Gpu
+from hybrid_trt.backends.tensorrt.flavour import Flavour
 from hybrid_trt.engine_library import BuildError, Reason, Unavailable
+from hybrid_trt.engine_library.gpu import Gpu
 from trt_backends import ADA, BLACKWELL, CUDA, FULL, HOPPER, PASCAL, RTX, TURING, gpu, ignore, manifest
 
 pytestmark = pytest.mark.tensorrt

@@ -17,11 +17,12 @@ import torch
 from builds import main_file
 from comfy import model_management
 from hybrid_trt.architectures.shapes import sample_inputs
-from hybrid_trt.backends import backends, gpu_of, onnxruntime
+from hybrid_trt.backends import backends, onnxruntime
 from hybrid_trt.engine_builder import build as builder
 from hybrid_trt.engine_library import Engine, Library, Reason, Unavailable, trust
 from hybrid_trt.engine_library.disk import Settings, write_settings
 from hybrid_trt.engine_library.engine import LIMITS, describe_files, relative_error
+from hybrid_trt.engine_library.gpu import gpu_of
 from hybrid_trt.sampling.engine_patcher import EnginePatcher
 from hybrid_trt.sessions.file_session import FileSession
 

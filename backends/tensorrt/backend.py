@@ -6,9 +6,10 @@ import torch
 
 from ...engine_library import Engine, Fallback, Manifest, Reason
 from ...engine_library.engine import PARAMETERS_NAME
+from ...engine_library.gpu import Gpu
 from ..file_backend import FileBackend
 from .build import ENGINE_NAME
-from .flavour import Flavour, Gpu, import_flavour, missing
+from .flavour import Flavour, import_flavour, missing
 from .runner import TensorRTRunner
 
 

@@ -10,10 +10,11 @@ import torch
 
 from ...architectures.shapes import PRECISIONS
 from ...engine_library import BuildError, Fallback, Reason, Unavailable
+from ...engine_library.gpu import Gpu, gpu_of
 from .. import BuildRequest, Progress
 from . import version8
 from .backend import TensorRTBackend
-from .flavour import Flavour, Gpu, missing
+from .flavour import Flavour, missing
 
 CAPABILITIES = {8: ((6, 0), (9, 0)), 10: ((7, 5), (99, 0)), 11: ((7, 5), (99, 0))}
 """Version -> the oldest and the newest compute capability that it knows."""
@@ -55,12 +56,10 @@ class FullTensorRTBackend(TensorRTBackend):
             return False
 
     def target(self, device: torch.device) -> str:
-        """The GPU, as in ``sm_90 NVIDIA H200``."""
-        gpu = Gpu.of(device)
-        return "no GPU" if gpu is None else _words(gpu)
+        return gpu_of(device) or "no GPU"
 
     def runs_on(self, target: str, gpu: Gpu) -> bool:
-        return target == _words(gpu)
+        return target == gpu.model
 
     def unavailable(self, device: torch.device) -> Fallback | None:
         if (why := super().unavailable(device)) is not None:
@@ -99,10 +98,6 @@ class FullTensorRTBackend(TensorRTBackend):
         """Return what tactics took is kept per GPU and version beside the engines: later builds measure less."""
         words = re.sub(r"[^a-z0-9]+", "-", f"{self.version()} {request.target}".lower()).strip("-")
         return request.folder.parent / f".timing-{words}.cache"
-
-
-def _words(gpu: Gpu) -> str:
-    return f"{gpu.sm} {gpu.name}"
 
 
 BACKEND = FullTensorRTBackend()

@@ -7,9 +7,10 @@ import re
 import torch
 
 from ...engine_library import Fallback, Reason
+from ...engine_library.gpu import Gpu
 from .. import BuildRequest, Progress
 from .backend import TensorRTBackend
-from .flavour import Flavour, Gpu, missing
+from .flavour import Flavour, missing
 
 SUPPORTED = frozenset({(7, 5), (8, 0), (8, 6), (8, 9), (12, 0), (12, 1)})
 """Compute capabilities that an engine can be built for."""

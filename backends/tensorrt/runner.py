@@ -15,10 +15,10 @@ import torch
 
 from ...engine_library import Engine, Reason, Unavailable, trust
 from ...engine_library.atomic_files import write_file
+from ...engine_library.gpu import gpu_of
 from ...engine_library.safe_files import read_bytes
 from . import version8
 from .build import ENGINE_NAME, collected_errors, last_errors, shared_logger
-from .flavour import Gpu
 
 log = logging.getLogger(__name__)
 
@@ -316,6 +316,5 @@ def _check_tensors(trt: ModuleType, engine: Engine, native: Any) -> frozenset[st
 
 def _jit_cache_path(engine: Engine, device: torch.device) -> Path:
     """One file per GPU: a library may be shared, and TensorRT-RTX refuses another GPU's kernels."""
-    gpu = Gpu.of(device)
-    words = re.sub(r"[^a-z0-9]+", "-", f"{gpu.sm} {gpu.name}".lower()).strip("-")
+    words = re.sub(r"[^a-z0-9]+", "-", gpu_of(device).lower()).strip("-")
     return engine.folder / f"kernels-{words}.cache"

@@ -21,8 +21,9 @@ from ...architectures.calls import RequestedCalls, calls_to_compile
 from ...architectures.shapes import PRECISIONS, Profile
 from ...comfy_model.structure_hash import structure_hash
 from ...engine_library import BuildError, Engine, Fallback, Manifest, Reason, Unavailable, trust
+from ...engine_library.gpu import gpu_of
 from ...sessions.session import refusal_of, refuse
-from .. import BuildRequest, BuildSizes, LiveTask, Progress, gpu_of
+from .. import BuildRequest, BuildSizes, LiveTask, Progress
 from . import compiled, opened_files
 from .cpu import cpu_kind
 

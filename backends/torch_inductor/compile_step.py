@@ -17,7 +17,7 @@ from ...comfy_model.float32 import results_in_float32
 from ...comfy_model.torch_kernels import best_attention, laid_out
 from ...engine_library import BuildError, yardstick
 from ...engine_library.engine import furthest
-from ...engine_library.gpu_driver import driver_version
+from ...engine_library.gpu import driver_version
 from ...sessions import gpu_timing
 from ...sessions.cuda_graphs import GraphCache
 from .. import LiveTask, Progress

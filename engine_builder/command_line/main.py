@@ -23,11 +23,12 @@ from types import TracebackType
 
 from ...architectures import profile_words
 from ...architectures.shapes import PRECISIONS, SIZE_NAMES, RequestedSizes
-from ...backends import AUTO, backends, gpu_of
+from ...backends import AUTO, backends
 from ...backends.lookup import backends_for, refusals
 from ...comfy_model.hash_cache import source_changed
 from ...engine_library import BuildError, Library, LibraryError, Unavailable, fleet_key, trust, yardstick
 from ...engine_library.disk import free_bytes, gigabytes
+from ...engine_library.gpu import gpu_of
 from ...engine_library.inventory import Entry, delete, entries, select, verify
 from . import comfyui, doctor, workflows
 

@@ -20,7 +20,7 @@ from ...architectures import profile_words
 from ...comfy_model.hash_cache import source_changed
 from ...engine_library import Fallback, Library, Reason, fleet_key, inventory, trust, yardstick
 from ...engine_library.disk import free_bytes, gigabytes, read_settings
-from ...engine_library.gpu_driver import driver_version
+from ...engine_library.gpu import driver_version, gpu_of
 from ...engine_library.manifest import PACK_VERSION
 from .privacy import SECRETS, hider
 
@@ -234,7 +234,6 @@ def _library(place: Place) -> Any:
 def _judges(place: Place) -> tuple[Callable, Callable, str]:
     """Return what judges engines here; where torch cannot be had, nothing runs."""
     try:
-        from ...backends import gpu_of
         from ...backends.lookup import refusals
 
         device = place.device()
