@@ -114,6 +114,7 @@ class Backend(Protocol):
         runs_live_weights: True if its engines hold no weights: it then serves without an engine too.
         refits: True if it can build engines that take other weights afterwards; see ``BuildRequest.any_weights``.
         precisions: what its engines can compute in, torch's names.
+        notice: how little is known of its engines, for the node, or ``""``.
     """
 
     name: str
@@ -123,6 +124,7 @@ class Backend(Protocol):
     runs_live_weights: bool
     refits: bool
     precisions: Collection[str]
+    notice: str
 
     def version(self) -> str:
         """Version of the library that does the work, as it enters the engine's identity."""

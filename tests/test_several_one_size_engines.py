@@ -11,7 +11,8 @@ import slow
 import torch
 from builds import main_file
 from hybrid_trt.architectures.shapes import Picture, sample_inputs
-from hybrid_trt.backends import backends, file_backend
+from hybrid_trt.backends import backends
+from hybrid_trt.backends.tensorrt.version8.one_size import MOST_OPEN
 from hybrid_trt.comfy_model.network import NativeNetwork
 from hybrid_trt.engine_builder import build as builder
 from hybrid_trt.engine_library import Library, Reason
@@ -169,7 +170,7 @@ def test_no_more_engines_of_a_network_are_open_than_a_workflow_uses(tmp_path: Pa
     for sizes in all_sizes:
         assert serve(handle, sizes)[0]
     opened = [one.loaded for one in session.sessions]
-    assert sum(opened) == file_backend.MOST_OPEN
+    assert sum(opened) == MOST_OPEN
     first = next(one for one in session.sessions if one.serves({s: n for s, n in BEST.items() if s != "HB"}) is None)
     assert not first.loaded, "it was used longest ago"
     assert session.bytes == sum(one.bytes for one in session.sessions if one.loaded)

@@ -16,6 +16,7 @@ from hybrid_trt.backends.tensorrt import build as trt_build
 from hybrid_trt.backends.tensorrt import flavour as trt_flavour
 from hybrid_trt.backends.tensorrt import rtx as rtx_backend
 from hybrid_trt.backends.tensorrt.flavour import Flavour
+from hybrid_trt.backends.tensorrt.version8.backend import BACKEND as VERSION8
 from hybrid_trt.engine_library import BuildError, Reason, Unavailable
 from hybrid_trt.engine_library.gpu import Gpu
 from trt_backends import ADA, BLACKWELL, CUDA, FULL, HOPPER, PASCAL, RTX, TURING, gpu, ignore, manifest
@@ -66,7 +67,7 @@ def test_each_version_of_full_tensorrt_takes_the_gpus_that_it_knows(
 ) -> None:
     gpu(monkeypatch, faked)
     monkeypatch.setattr(trt_flavour, "_import", lambda _flavour: SimpleNamespace(__version__=version))
-    refusal = FULL.unavailable(CUDA)
+    refusal = (VERSION8 if version.startswith("8.") else FULL).unavailable(CUDA)
     assert (refusal and refusal.reason) == (told and Reason.WRONG_GPU)
     assert told is None or told in refusal.detail
 
@@ -146,7 +147,7 @@ def test_a_package_that_does_not_load_or_serve_is_no_crash(
     name = f"broken_{abs(hash(text))}"
     (tmp_path / f"{name}.py").write_text(text, encoding="utf-8")
     monkeypatch.syspath_prepend(str(tmp_path))
-    refusal = trt_flavour.missing(Flavour(name, "TensorRT-RTX", (((1, 7), (1, 8)),), "tensorrt-rtx"))
+    refusal = trt_flavour.missing(Flavour(name, "TensorRT-RTX", ((1, 7), (1, 8)), "tensorrt-rtx"))
     assert refusal.reason is Reason.BACKEND_MISSING
     assert told in refusal.detail
     assert "pip install" in refusal.detail

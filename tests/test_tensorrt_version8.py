@@ -15,7 +15,7 @@ import slow
 import torch
 from builds import until
 from hybrid_trt.backends import backends
-from hybrid_trt.backends.tensorrt import version8
+from hybrid_trt.backends.tensorrt.version8 import build as version8
 from hybrid_trt.engine_builder.build import build_engine, run_here
 from hybrid_trt.engine_builder.order import BuildOrder
 from hybrid_trt.engine_library import Library

@@ -8,17 +8,25 @@ from ...engine_library import Engine, Fallback, Manifest, Reason
 from ...engine_library.engine import PARAMETERS_NAME
 from ...engine_library.gpu import Gpu
 from ..file_backend import FileBackend
-from .build import ENGINE_NAME
+from .build import ENGINE_NAME, STEPS
 from .flavour import Flavour, import_flavour, missing
-from .runner import TensorRTRunner
+from .runner import OpenedEngine, TensorRTRunner
 
 
 class TensorRTBackend(FileBackend):
-    """The part of the backend protocol in which the two flavours agree; they differ in GPUs and in targets."""
+    """The part of the backend protocol in which the two flavours agree; they differ in GPUs and in targets.
+
+    Attributes:
+        steps: the steps of a build in which versions differ.
+        opened_engine: the class of an open engine.
+    """
 
     flavour: Flavour
+    steps = STEPS
+    opened_engine = OpenedEngine
     file_names = (ENGINE_NAME, PARAMETERS_NAME)
     refits = True
+    notice = "experimental: never run on a GPU by us"
     keeps_weights = True
 
     def build_memory(self, weights: int) -> int:
@@ -63,4 +71,6 @@ class TensorRTBackend(FileBackend):
         return None
 
     def load(self, engine: Engine, device: torch.device) -> TensorRTRunner:
-        return TensorRTRunner.open(import_flavour(self.flavour), self.flavour.title, engine, device)
+        with torch.cuda.device(device):
+            opened = self.opened_engine(import_flavour(self.flavour), self.flavour.title, engine, device)
+            return TensorRTRunner(self.flavour.title, opened)

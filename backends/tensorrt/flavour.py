@@ -26,20 +26,20 @@ class Flavour:
     Attributes:
         module: what to import.
         title: its name for people.
-        versions: the versions that serve, from the first up to but without the second; the newest stand last.
+        versions: those that serve, from the first up to but without the second.
         package: its name on PyPI, for CUDA 13; with ``-cu12`` behind it, for CUDA 12.
     """
 
     module: str
     title: str
-    versions: tuple[tuple[tuple[int, int], tuple[int, int]], ...]
+    versions: tuple[tuple[int, int], tuple[int, int]]
     package: str
 
     @property
     def install(self) -> str:
         """The command that installs what fits this torch."""
         package = f"{self.package}-cu12" if (torch.version.cuda or "").startswith("12.") else self.package
-        oldest, beyond = (f"{major}.{minor}" for major, minor in self.versions[-1])
+        oldest, beyond = (f"{major}.{minor}" for major, minor in self.versions)
         return f'pip install "{package}>={oldest},<{beyond}"'
 
 
@@ -83,7 +83,7 @@ def _import_once(flavour: Flavour) -> ModuleType | Fallback:
             f"{flavour.title} is installed and cannot be loaded ({type(error).__name__}: {error}); "
             f"reinstall it ({flavour.install})",
         )
-    if not any(oldest <= numbers < beyond for oldest, beyond in flavour.versions):
+    if not flavour.versions[0] <= numbers < flavour.versions[1]:
         return Fallback(
             Reason.BACKEND_MISSING,
             f"{flavour.title} {version} is installed and cannot be used ({flavour.install})",

@@ -46,6 +46,7 @@ class TorchBackend:
     runs_live_weights = True
     refits = False
     precisions = PRECISIONS
+    notice = ""
 
     def version(self) -> str:
         return f"{torch.__version__} format {compiled.FORMAT}"

@@ -78,7 +78,7 @@ const PHRASES = [
     // an engine in figures
     [/up to (\d+) images/g, "最多 $1 张图像"], [/\b(\d+) images?\b/g, "$1 张图像"], [/(\d+) (?:to|-) (\d+) px/g, "$1 到 $2 像素"], [/(\d+) px/g, "$1 像素"], [/(\d+) tokens/g, "$1 词元"], [/\bbatch (\d+)/g, "批量 $1"],
     [/up to (\d+) latent frames/g, "最多 $1 个潜空间帧"], [/(\d+) latent frames?/g, "$1 个潜空间帧"], [/(\d+) control videos/g, "$1 个控制视频"],
-    ["takes any LoRA", "适用任意 LoRA"], [/\bother weights$/, "其他权重"], [" on live weights", "（实时权重）"], [/compiled for /, "已编译 "],
+    ["takes any LoRA", "适用任意 LoRA"], [/ is experimental: never run on a GPU by us/, " 为实验性：我们从未在 GPU 上运行过"], [/\bother weights$/, "其他权重"], [" on live weights", "（实时权重）"], [/compiled for /, "已编译 "],
 ];
 
 /** A text of the server's as people read it. */

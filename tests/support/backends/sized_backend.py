@@ -25,6 +25,7 @@ class SizedBackend:
     runs_live_weights = True
     refits = False
     precisions = ("float32",)
+    notice = ""
 
     def version(self) -> str:
         return "1"

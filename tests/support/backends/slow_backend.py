@@ -26,6 +26,7 @@ class SlowBackend:
     runs_live_weights = False
     refits = False
     precisions = ("float16", "bfloat16", "float32")
+    notice = ""
 
     def version(self) -> str:
         return os.environ.get("HYBRID_TRT_TEST_VERSION", "1")

@@ -9,17 +9,17 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ...architectures import architectures, profile_words
-from ...architectures.calls import AsyncInputs, UncoveredCall
-from ...architectures.shapes import Profile, Shape
-from ...engine_library import Engine, Fallback, Reason, Unavailable
-from ...sessions.file_session import FileSession
-from ...sessions.session import BROKEN, refusal_of, refuse, shared
+from ....architectures import architectures, profile_words
+from ....architectures.calls import AsyncInputs, UncoveredCall
+from ....architectures.shapes import Profile, Shape
+from ....engine_library import Engine, Fallback, Reason, Unavailable
+from ....sessions.file_session import FileSession
+from ....sessions.session import BROKEN, refusal_of, refuse, shared
 
 if TYPE_CHECKING:
     from comfy.model_patcher import ModelPatcher
 
-    from ...comfy_model.network import NativeNetwork
+    from ....comfy_model.network import NativeNetwork
 
 log = logging.getLogger(__name__)
 
