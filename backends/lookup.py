@@ -132,7 +132,7 @@ def open_session(found: Found, network: NativeNetwork, precision: str) -> Sessio
     session = found.backend.session(network, found.engines, precision, found.passed_over)
     if found.live is None:
         return session
-    from ..sessions.with_live_fallback import with_live_fallback  # needs ComfyUI
+    from ..sessions.choice import with_live_fallback  # needs ComfyUI
 
     try:
         return with_live_fallback(session, found.live.session(network, found.live_engines, precision, None), network)

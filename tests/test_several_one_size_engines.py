@@ -19,8 +19,8 @@ from hybrid_trt.engine_library import Library, Reason
 from hybrid_trt.engine_library.engine import relative_error
 from hybrid_trt.nodes import building
 from hybrid_trt.sampling.engine_status import status
+from hybrid_trt.sessions.choice import with_live_fallback
 from hybrid_trt.sessions.session import refusal_of
-from hybrid_trt.sessions.with_live_fallback import with_live_fallback
 from one_size import BEST, OF_PORTRAIT, PORTRAIT, build, handle_of, of_one_size, serve
 from small_networks import native_call, network
 
