@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     import torch
 
     from ..comfy_model.network import NativeNetwork
+    from ..engine_library.disk import Settings
     from ..sessions.session import Session
 
 AUTO = "auto"
@@ -47,7 +48,7 @@ class BuildRequest:
         folder: where to put the engine's files; it already holds the graph.
         target: what the engine has to run on, in the words of the backend's ``target``.
         any_weights: the engine has to take other weights of the same layout afterwards, see ``Runner.refit``.
-        level: how hard to search for fast kernels, 1 to 5, where the backend can be told; 0 leaves it to the backend.
+        options: the backend's own, see ``GraphBuilder.options``.
     """
 
     onnx: Path
@@ -57,7 +58,7 @@ class BuildRequest:
     folder: Path
     target: str
     any_weights: bool = False
-    level: int = 0
+    options: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -134,7 +135,11 @@ class Backend(Protocol):
         """Return what an engine built here runs on, as it enters the engine's identity."""
         ...
 
-    def unavailable(self, device: torch.device) -> Fallback | None:
+    def cannot_import(self) -> Fallback | None:
+        """Return which package is missing or cannot be loaded, whatever the device, or None."""
+        ...
+
+    def cannot_run(self, device: torch.device) -> Fallback | None:
         """Return why this backend cannot run on a device here, or None when it can."""
         ...
 
@@ -142,7 +147,7 @@ class Backend(Protocol):
         """Return why no engine for a device can be built here, or None; it may be possible where running is not."""
         ...
 
-    def refuses(self, manifest: Manifest, device: torch.device) -> Fallback | None:
+    def cannot_use(self, manifest: Manifest, device: torch.device) -> Fallback | None:
         """Return why this engine in particular cannot run on a device here (version, GPU), or None when it can."""
         ...
 
@@ -206,6 +211,10 @@ class GraphBuilder(Backend, Protocol):
 
     build_stack: int
 
+    def options(self, settings: Settings) -> dict[str, Any]:
+        """Return what a build needs of the user's settings, as JSON; it comes as ``BuildRequest.options``."""
+        ...
+
     def build_memory(self, weights: int) -> int:
         """Bytes of main memory that ``build`` takes for so many bytes of weights, the graph's own apart."""
         ...
@@ -256,10 +265,10 @@ def _found(folders: tuple[str, ...]) -> list[Backend]:
     return sorted(found, key=lambda backend: -backend.preference)
 
 
-def why_refused(backend: Backend, manifest: Manifest, device: torch.device) -> Fallback | None:
+def cannot_open(backend: Backend, manifest: Manifest, device: torch.device) -> Fallback | None:
     """Return why an engine cannot run on a device here, or None: it has files that its backend never writes, or the
     backend refuses it."""
     strange = next((name for name in manifest.files if not backend.writes(name)), None)
     if strange is not None:
         return Fallback(Reason.BROKEN_ENGINE, f"it has a file {strange}, and {backend.name} writes none of that name")
-    return backend.refuses(manifest, device)
+    return backend.cannot_use(manifest, device)

@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ..architectures.calls import RequestedCalls
 from ..architectures.shapes import PRECISIONS, Profile
-from ..engine_library import Engine, Fallback
+from ..engine_library import Engine, Fallback, Manifest
 from . import BuildSizes
 
 if TYPE_CHECKING:
     import torch
 
     from ..comfy_model.network import NativeNetwork
+    from ..engine_library.disk import Settings
     from ..sessions.file_session import FileSession
     from ..sessions.session import Runner, Session
 
 
 class FileBackend:
-    """Base of such backends. They define ``load``; sessions are the same for all.
+    """Base of such backends. They define ``load`` and ``cannot_run``; sessions are the same for all.
 
     Attributes:
         file_names: those of the files that builds make.
@@ -33,6 +34,21 @@ class FileBackend:
     keeps_weights = False
     precisions: Collection[str] = PRECISIONS
     notice = ""
+
+    def cannot_import(self) -> Fallback | None:
+        return None
+
+    def cannot_build(self, device: torch.device) -> Fallback | None:
+        return self.cannot_import()
+
+    def cannot_run(self, device: torch.device) -> Fallback | None:
+        raise NotImplementedError
+
+    def cannot_use(self, manifest: Manifest, device: torch.device) -> Fallback | None:
+        return self.cannot_run(device)
+
+    def options(self, settings: Settings) -> dict[str, Any]:
+        return {}
 
     def build_memory(self, weights: int) -> int:
         return 0

@@ -63,7 +63,7 @@ def a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lookup, "kind_of", lambda _device: "cuda")
     monkeypatch.setattr(type(TORCH), "cannot_build", lambda *_: None)
     for backend in ("tensorrt", "tensorrt_rtx"):
-        monkeypatch.setattr(backends()[backend], "unavailable", lambda _device: None)
+        monkeypatch.setattr(backends()[backend], "cannot_run", lambda _device: None)
 
 
 @pytest.fixture

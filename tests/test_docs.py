@@ -123,8 +123,8 @@ def test_the_documented_backend_runs_a_graph(tmp_path: Path) -> None:
     module.__package__ = "hybrid_trt.backends"
     exec(compile(code, "reference.py", "exec", dont_inherit=True), module.__dict__)  # noqa: S102
     (backend,) = module.BACKENDS
-    assert backend.unavailable(torch.device("cpu")) is None
-    assert backend.unavailable(torch.device("cuda")) is not None
+    assert backend.cannot_run(torch.device("cpu")) is None
+    assert backend.cannot_run(torch.device("cuda")) is not None
     value = onnx.helper.make_tensor_value_info
     graph = onnx.helper.make_graph([onnx.helper.make_node("Add", ["x", "y"], ["z"])], "sum",
                                    [value(name, 1, [2]) for name in "xy"], [value("z", 1, [2])])

@@ -255,9 +255,9 @@ def test_the_models_file_of_another_worker_tells_nothing_about_this_ones(
 def test_a_file_that_was_compiled_for_another_cpu_is_not_opened(tmp_path: Path) -> None:
     backend, cpu = backends()["torch"], torch.device("cpu")
     manifest = publish_engine(tmp_path, backend="torch", backend_version=backend.version(), device="cpu").manifest
-    assert backend.refuses(manifest, cpu) is None, "earlier ones do not tell"
-    assert backend.refuses(replace(manifest, parity={"cpu": cpu_kind()}), cpu) is None
-    refused = backend.refuses(replace(manifest, parity={"cpu": "another"}), cpu)
+    assert backend.cannot_use(manifest, cpu) is None, "earlier ones do not tell"
+    assert backend.cannot_use(replace(manifest, parity={"cpu": cpu_kind()}), cpu) is None
+    refused = backend.cannot_use(replace(manifest, parity={"cpu": "another"}), cpu)
     assert "a CPU with other instructions" in refused.detail
 
 

@@ -39,7 +39,7 @@ def backend(request: pytest.FixtureRequest) -> Any:
     chosen = backends()[request.param]
     if not torch.cuda.is_available():
         pytest.skip("there is no NVIDIA GPU")
-    if (refusal := chosen.unavailable(torch.device("cuda", 0))) is not None:
+    if (refusal := chosen.cannot_run(torch.device("cuda", 0))) is not None:
         pytest.skip(str(refusal))
     return chosen
 

@@ -285,7 +285,7 @@ def test_native_weights_take_no_gpu_memory_until_a_call_needs_them(
     gpu = torch.device("cuda", 0)
     runtime = type(backends()["onnxruntime"])
     load_here = runtime.load
-    monkeypatch.setattr(runtime, "unavailable", lambda _self, _device: None)
+    monkeypatch.setattr(runtime, "cannot_run", lambda _self, _device: None)
     monkeypatch.setattr(runtime, "load", lambda self, engine, device: CarriedRunner(
         load_here(self, engine, CPU), device))
     for engine in library.engines():  # as if it had been compared there

@@ -335,7 +335,7 @@ def test_native_weights_of_a_controlnet_that_comfyui_took_in_between_are_loaded_
 def everything_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     """A double of a machine where every backend could run on a CUDA GPU."""
     for backend in backends().values():
-        monkeypatch.setattr(backend, "unavailable", lambda _device: None)
+        monkeypatch.setattr(backend, "cannot_run", lambda _device: None)
 
 
 @pytest.fixture

@@ -145,7 +145,7 @@ def test_what_a_request_asks_for_reaches_the_builder(
 
     asked: list[tuple] = []
     monkeypatch.setattr(trt_build, "_create_config", config)
-    for changes in ({}, {"level": 2, "any_weights": True}):
+    for changes in ({}, {"options": {"level": 2}, "any_weights": True}):
         with pytest.raises(Enough):
             RTX.build(replace(request_here, **changes), ignore)
     assert asked == [(None, False), (2, True)]

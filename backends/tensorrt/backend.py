@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from ...engine_library import Engine, Fallback, Manifest, Reason
+from ...engine_library.disk import Settings
 from ...engine_library.engine import PARAMETERS_NAME
 from ...engine_library.gpu import Gpu
 from ..file_backend import FileBackend
 from .build import ENGINE_NAME, STEPS
-from .flavour import Flavour, import_flavour, missing
+from .flavour import Flavour, cannot_import, import_flavour
 from .runner import OpenedEngine, TensorRTRunner
 
 
@@ -28,6 +31,10 @@ class TensorRTBackend(FileBackend):
     refits = True
     notice = "experimental: never run on a GPU by us"
     keeps_weights = True
+
+    def options(self, settings: Settings) -> dict[str, Any]:
+        """Return the effort of the search for fast kernels, 1 to 5; 0 leaves it to TensorRT."""
+        return {"level": settings.tensorrt_level}
 
     def build_memory(self, weights: int) -> int:
         return int(2.2 * weights)
@@ -53,11 +60,14 @@ class TensorRTBackend(FileBackend):
             return Fallback(Reason.WRONG_GPU, f"{self.flavour.title} needs an NVIDIA GPU, the model runs on {device}")
         return None
 
-    def unavailable(self, device: torch.device) -> Fallback | None:
-        return self.wrong_gpu(device) or missing(self.flavour)
+    def cannot_import(self) -> Fallback | None:
+        return cannot_import(self.flavour)
 
-    def refuses(self, manifest: Manifest, device: torch.device) -> Fallback | None:
-        if (why := self.unavailable(device)) is not None:
+    def cannot_run(self, device: torch.device) -> Fallback | None:
+        return self.wrong_gpu(device) or self.cannot_import()
+
+    def cannot_use(self, manifest: Manifest, device: torch.device) -> Fallback | None:
+        if (why := self.cannot_run(device)) is not None:
             return why
         identity, title = manifest.identity, self.flavour.title
         if identity.backend_version != self.version():

@@ -151,7 +151,7 @@ def build_engine_file(
                 "profiles": [_profile(loaders, request, inputs)],
                 "profiling_verbosity": trt.ProfilingVerbosity.LAYER_NAMES_ONLY,
                 "refittable": request.any_weights,
-                "builder_optimization_level": request.level or None,
+                "builder_optimization_level": request.options.get("level") or None,
             }
             phase = "compiling"
             options |= steps.options(trt, request, network, monitor)

@@ -55,7 +55,7 @@ def import_flavour(flavour: Flavour) -> ModuleType:
     return found
 
 
-def missing(flavour: Flavour, *others: str) -> Fallback | None:
+def cannot_import(flavour: Flavour, *others: str) -> Fallback | None:
     """Return why a flavour, or one of the other packages that a build needs, cannot be imported; None when all can."""
     for name in others:
         if find_spec(name) is None:

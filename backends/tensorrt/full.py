@@ -13,7 +13,7 @@ from .. import BuildRequest, Progress
 from . import version8
 from .backend import TensorRTBackend
 from .build import build_engine_file
-from .flavour import Flavour, missing
+from .flavour import Flavour, cannot_import
 
 OLDEST = (7, 5)
 """The oldest compute capability that it supports."""
@@ -34,8 +34,8 @@ class FullTensorRTBackend(TensorRTBackend):
     def runs_on(self, target: str, gpu: Gpu) -> bool:
         return target == gpu.model
 
-    def unavailable(self, device: torch.device) -> Fallback | None:
-        if (why := super().unavailable(device)) is not None:
+    def cannot_run(self, device: torch.device) -> Fallback | None:
+        if (why := super().cannot_run(device)) is not None:
             return why
         gpu = Gpu.of(device)
         if gpu.capability >= OLDEST:
@@ -45,7 +45,7 @@ class FullTensorRTBackend(TensorRTBackend):
 
     def cannot_build(self, device: torch.device) -> Fallback | None:
         """Kernels are timed on the GPU, so where it cannot run it cannot build."""
-        return self.unavailable(device) or missing(self.flavour, "polygraphy")
+        return self.cannot_run(device) or cannot_import(self.flavour, "polygraphy")
 
     def build(self, request: BuildRequest, progress: Progress) -> list[str]:
         with torch.cuda.device(self._gpu_for(request.target)):

@@ -11,7 +11,7 @@ from ...engine_library.gpu import Gpu
 from .. import BuildRequest, Progress
 from .backend import TensorRTBackend
 from .build import build_engine_file
-from .flavour import Flavour, missing
+from .flavour import Flavour, cannot_import
 
 SUPPORTED = frozenset({(7, 5), (8, 0), (8, 6), (8, 9), (12, 0), (12, 1)})
 """Compute capabilities that an engine can be built for."""
@@ -48,7 +48,7 @@ class TensorRTRTXBackend(TensorRTBackend):
 
     def cannot_build(self, device: torch.device) -> Fallback | None:
         """Only for want of packages: a build needs no GPU."""
-        return missing(self.flavour, "polygraphy")
+        return cannot_import(self.flavour, "polygraphy")
 
     def build(self, request: BuildRequest, progress: Progress) -> list[str]:
         # told by number and not as "the current GPU", so that a process without one builds the same

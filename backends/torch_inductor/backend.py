@@ -57,7 +57,10 @@ class TorchBackend:
         major, minor = torch.cuda.get_device_capability(device)
         return f"{torch.cuda.get_device_name(device)}, {major}.{minor}"
 
-    def unavailable(self, device: torch.device) -> Fallback | None:
+    def cannot_import(self) -> Fallback | None:
+        return None
+
+    def cannot_run(self, device: torch.device) -> Fallback | None:
         if device.type not in ("cuda", "cpu"):
             return Fallback(Reason.BACKEND_MISSING, f"the torch backend has not been tried on {device.type}")
         return None
@@ -74,7 +77,7 @@ class TorchBackend:
             return Fallback(Reason.BACKEND_MISSING, "compiling for the CPU needs a C++ compiler")
         return None
 
-    def refuses(self, manifest: Manifest, device: torch.device) -> Fallback | None:
+    def cannot_use(self, manifest: Manifest, device: torch.device) -> Fallback | None:
         identity = manifest.identity
         if identity.device != self.target(device):
             return Fallback(Reason.WRONG_GPU, f"it was compiled for {identity.device}")
@@ -111,7 +114,7 @@ class TorchBackend:
         found = []
         for engine in engines:
             manifest = engine.manifest
-            ours = manifest.identity.backend == self.name and self.refuses(manifest, device) is None
+            ours = manifest.identity.backend == self.name and self.cannot_use(manifest, device) is None
             if ours and trust.why_unusable(engine) is None:
                 names = [name for name in manifest.files if not compiled.sizes_of(name)]
                 try:

@@ -32,8 +32,6 @@ from ...engine_library.gpu import gpu_of
 from ...engine_library.inventory import Entry, delete, entries, select, verify
 from . import comfyui, doctor, workflows
 
-BACKENDS = ("tensorrt", "tensorrt_rtx", "torch", "onnxruntime")
-"""Those of ``backends()``, for a help text that imports none of them: help works in a Python without torch."""
 BAR_WIDTH = 24
 REDRAW_SECONDS = 0.1
 
@@ -98,7 +96,7 @@ def _parser() -> argparse.ArgumentParser:
                            help="default: what fits the model")  # fmt: skip
     build.add_argument("--precision", choices=(AUTO, *PRECISIONS), default=AUTO, help="default: what ComfyUI uses")
     build.add_argument("--backend", type=_backend_name, default=AUTO, metavar="NAME",
-                       help=f"default: as on the node; there are {', '.join(BACKENDS)}")  # fmt: skip
+                       help="default: as on the node; 'doctor' lists them")  # fmt: skip
     build.add_argument("--replaceable", action="store_true",
                        help="an engine for every checkpoint of this kind with any LoRA")  # fmt: skip
     build.add_argument("--force", action="store_true", help="build although the engine is there")

@@ -196,7 +196,7 @@ def _backends(device: torch.device) -> dict[str, Any]:
 
 def _backend(backend: Any, device: torch.device) -> str:
     """Say whether a backend serves and builds, and where it does not, why and what to install."""
-    if (refusal := backend.unavailable(device)) is not None:
+    if (refusal := backend.cannot_run(device)) is not None:
         return f"cannot serve: {refusal.detail}{_not_installed(backend, refusal)}"
     text = f"serves, version {backend.version()}"
     refusal = backend.cannot_build(device)
@@ -205,10 +205,7 @@ def _backend(backend: Any, device: torch.device) -> str:
 
 def _not_installed(backend: Any, known: Fallback) -> str:
     """Say of a backend that another GPU would need what it lacks besides."""
-    from ...backends.tensorrt.backend import TensorRTBackend
-    from ...backends.tensorrt.flavour import missing
-
-    lacking = missing(backend.flavour) if isinstance(backend, TensorRTBackend) else None
+    lacking = backend.cannot_import()
     return "" if lacking is None or lacking == known else f"; and {lacking.detail}"
 
 

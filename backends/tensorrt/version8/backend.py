@@ -42,8 +42,8 @@ class Version8Backend(OneSizeBackend, FullTensorRTBackend):
         """Read off builds of 0.7, 1.7 and 5.1 GB of weights."""
         return int(max(5.9e9 + 3.4 * weights, 9 * weights - 4.3e9))
 
-    def unavailable(self, device: torch.device) -> Fallback | None:
-        if (why := TensorRTBackend.unavailable(self, device)) is not None:
+    def cannot_run(self, device: torch.device) -> Fallback | None:
+        if (why := TensorRTBackend.cannot_run(self, device)) is not None:
             return why
         gpu = Gpu.of(device)
         if OLDEST <= gpu.capability <= NEWEST:
