@@ -9,13 +9,14 @@ from __future__ import annotations
 import functools
 import importlib
 import pkgutil
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from ..architectures.calls import Call, RequestedCalls
-from ..architectures.shapes import Profile, Range, TensorSpec
+from ..architectures.shapes import PRECISIONS, Profile, Range, TensorSpec
 from ..engine_library import Engine, Fallback, Manifest, Reason
 
 if TYPE_CHECKING:
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
     import torch
 
     from ..comfy_model.network import NativeNetwork
-    from ..engine_library.disk import Settings
     from ..sessions.session import Session
 
 AUTO = "auto"
@@ -48,7 +48,7 @@ class BuildRequest:
         folder: where to put the engine's files; it already holds the graph.
         target: what the engine has to run on, in the words of the backend's ``target``.
         any_weights: the engine has to take other weights of the same layout afterwards, see ``Runner.refit``.
-        options: the backend's own, see ``GraphBuilder.options``.
+        options: the backend's own, see ``FileBackend.options``.
     """
 
     onnx: Path
@@ -102,8 +102,8 @@ class BuildSizes:
     again: bool = False
 
 
-class Backend(Protocol):
-    """A way to run engines. Each one also builds: it is a ``GraphBuilder`` or, with ``runs_live_weights``, a
+class Backend(ABC):
+    """A way to run engines. Each one also builds: it is a ``FileBackend`` or, with ``runs_live_weights``, a
     ``LiveCompiler``.
 
     Attributes:
@@ -122,39 +122,44 @@ class Backend(Protocol):
     preference: int
     measured_on: Collection[str]
     builds_on_gpu: bool
-    runs_live_weights: bool
-    refits: bool
-    precisions: Collection[str]
-    notice: str
+    runs_live_weights = False
+    refits = False
+    precisions: Collection[str] = PRECISIONS
+    notice = ""
 
+    @abstractmethod
     def version(self) -> str:
         """Version of the library that does the work, as it enters the engine's identity."""
-        ...
 
+    @abstractmethod
     def target(self, device: torch.device) -> str:
         """Return what an engine built here runs on, as it enters the engine's identity."""
-        ...
 
     def cannot_import(self) -> Fallback | None:
         """Return which package is missing or cannot be loaded, whatever the device, or None."""
-        ...
+        return None
 
+    @abstractmethod
     def cannot_run(self, device: torch.device) -> Fallback | None:
         """Return why this backend cannot run on a device here, or None when it can."""
-        ...
 
     def cannot_build(self, device: torch.device) -> Fallback | None:
         """Return why no engine for a device can be built here, or None; it may be possible where running is not."""
-        ...
+        return self.cannot_import()
 
     def cannot_use(self, manifest: Manifest, device: torch.device) -> Fallback | None:
         """Return why this engine in particular cannot run on a device here (version, GPU), or None when it can."""
-        ...
+        return self.cannot_run(device)
 
+    def build_memory(self, weights: int) -> int:
+        """Bytes of main memory that a build takes for so many bytes of weights, those of the graph apart."""
+        return 0
+
+    @abstractmethod
     def writes(self, name: str) -> bool:
         """Tell whether builds make files of this name. Files of other names are never opened."""
-        ...
 
+    @abstractmethod
     def weights(self, network: NativeNetwork, check: Callable[[], None] | None = None) -> str:
         """Return what stands for a network's weights in the identity of its engines: a hash of them, or of the
         structure where the engines take any weights.
@@ -162,20 +167,20 @@ class Backend(Protocol):
         Args:
             check: called often during long work; may raise to stop it.
         """
-        ...
 
     def engine_profile(self, profile: Profile) -> Profile:
         """The shapes that an engine takes which is built for a profile."""
-        ...
+        return profile
 
     def sizes(self, engine: Engine) -> list[dict[str, int]]:
         """The only calls that an engine takes, symbol -> size; an empty list if it takes all of its profile."""
-        ...
+        return []
 
+    @abstractmethod
     def in_use(self, engines: Sequence[Engine]) -> list[Engine]:
         """Those of a network's engines, the best first, that a session uses."""
-        ...
 
+    @abstractmethod
     def to_build(
         self, network: NativeNetwork, calls: RequestedCalls, engines: Sequence[Engine], rebuild: Collection[Engine] = ()
     ) -> list[BuildSizes]:
@@ -185,8 +190,8 @@ class Backend(Protocol):
             engines: those in use.
             rebuild: those of them that shall be built again.
         """
-        ...
 
+    @abstractmethod
     def session(
         self, network: NativeNetwork, engines: Sequence[Engine], precision: str, passed_over: Fallback | None
     ) -> Session:
@@ -199,40 +204,14 @@ class Backend(Protocol):
         Raises:
             Unavailable: another node replaced a part of the network.
         """
-        ...
 
 
-class GraphBuilder(Backend, Protocol):
-    """A backend that builds from ONNX graphs, which needs neither ComfyUI nor the model.
-
-    Attributes:
-        build_stack: bytes of stack that a thread of ``build`` may need; 0 for what the system gives.
-    """
-
-    build_stack: int
-
-    def options(self, settings: Settings) -> dict[str, Any]:
-        """Return what a build needs of the user's settings, as JSON; it comes as ``BuildRequest.options``."""
-        ...
-
-    def build_memory(self, weights: int) -> int:
-        """Bytes of main memory that ``build`` takes for so many bytes of weights, the graph's own apart."""
-        ...
-
-    def build(self, request: BuildRequest, progress: Progress) -> list[str]:
-        """Make the engine's files in ``request.folder`` and return their names, the one to open first.
-
-        ``progress`` gets the fraction of this build, which never falls; what it raises comes out as it is.
-
-        Raises:
-            BuildError: the engine cannot be built.
-        """
-        ...
-
-
-class LiveCompiler(Backend, Protocol):
+class LiveCompiler(Backend):
     """A backend that compiles live networks; its engines hold no weights."""
 
+    runs_live_weights = True
+
+    @abstractmethod
     def compile(self, function: torch.nn.Module, task: LiveTask, progress: Progress) -> dict:
         """Compile a network for the task's sizes and return ``files``, ``parity`` and ``seconds`` of the manifest.
 
@@ -242,13 +221,12 @@ class LiveCompiler(Backend, Protocol):
             function: the network as a function of its inputs, on the task's device; in blocks: on the meta device.
 
         Raises:
-            BuildError: as ``GraphBuilder.build``.
+            BuildError: as ``FileBackend.build``.
         """
-        ...
 
+    @abstractmethod
     def known(self, engines: Sequence[Engine], device: torch.device) -> list[bytes]:
         """Return the contents of engines' files for a device; a build takes the parts that fit its network."""
-        ...
 
 
 def backends() -> dict[str, Backend]:

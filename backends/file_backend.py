@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..architectures.calls import RequestedCalls
-from ..architectures.shapes import PRECISIONS, Profile
-from ..engine_library import Engine, Fallback, Manifest
-from . import BuildSizes
+from ..architectures.shapes import Profile
+from ..engine_library import Engine, Fallback
+from . import Backend, BuildRequest, BuildSizes, Progress
 
 if TYPE_CHECKING:
     import torch
@@ -19,51 +20,38 @@ if TYPE_CHECKING:
     from ..sessions.session import Runner, Session
 
 
-class FileBackend:
-    """Base of such backends. They define ``load`` and ``cannot_run``; sessions are the same for all.
+class FileBackend(Backend):
+    """Base of such backends. They build from ONNX graphs, without ComfyUI and the model.
 
     Attributes:
         file_names: those of the files that builds make.
         keeps_weights: True if an engine that takes any weights has those it was built with when it is opened.
+        build_stack: bytes of stack that a thread of ``build`` may need; 0 for what the system gives.
     """
 
     file_names: Collection[str]
-    build_stack = 0
-    runs_live_weights = False
-    refits = False
     keeps_weights = False
-    precisions: Collection[str] = PRECISIONS
-    notice = ""
-
-    def cannot_import(self) -> Fallback | None:
-        return None
-
-    def cannot_build(self, device: torch.device) -> Fallback | None:
-        return self.cannot_import()
-
-    def cannot_run(self, device: torch.device) -> Fallback | None:
-        raise NotImplementedError
-
-    def cannot_use(self, manifest: Manifest, device: torch.device) -> Fallback | None:
-        return self.cannot_run(device)
+    build_stack = 0
 
     def options(self, settings: Settings) -> dict[str, Any]:
+        """Return what a build needs of the user's settings, as JSON; it comes as ``BuildRequest.options``."""
         return {}
 
-    def build_memory(self, weights: int) -> int:
-        return 0
+    @abstractmethod
+    def build(self, request: BuildRequest, progress: Progress) -> list[str]:
+        """Make the engine's files in ``request.folder`` and return their names, the one to open first.
+
+        ``progress`` gets the fraction of this build, which never falls; what it raises comes out as it is.
+
+        Raises:
+            BuildError: the engine cannot be built.
+        """
 
     def writes(self, name: str) -> bool:
         return name in self.file_names
 
     def weights(self, network: NativeNetwork, check: Callable[[], None] | None = None) -> str:
         return network.weights_hash(check)
-
-    def engine_profile(self, profile: Profile) -> Profile:
-        return profile
-
-    def sizes(self, engine: Engine) -> list[dict[str, int]]:
-        return []
 
     def in_use(self, engines: Sequence[Engine]) -> list[Engine]:
         return list(engines[:1])
@@ -81,13 +69,13 @@ class FileBackend:
         """The shapes to have engines for."""
         return [calls.profile]
 
+    @abstractmethod
     def load(self, engine: Engine, device: torch.device) -> Runner:
         """Open an engine for running on a device.
 
         Raises:
             Unavailable: it cannot be opened here.
         """
-        raise NotImplementedError
 
     def session(
         self, network: NativeNetwork, engines: Sequence[Engine], precision: str, passed_over: Fallback | None

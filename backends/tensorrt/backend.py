@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from typing import Any
 
 import torch
@@ -47,12 +48,9 @@ class TensorRTBackend(FileBackend):
         """
         return import_flavour(self.flavour).__version__
 
-    def target(self, device: torch.device) -> str:
-        raise NotImplementedError
-
+    @abstractmethod
     def runs_on(self, target: str, gpu: Gpu) -> bool:
         """Tell whether an engine built for a target runs on a GPU."""
-        raise NotImplementedError
 
     def wrong_gpu(self, device: torch.device) -> Fallback | None:
         """Return why this flavour does not run on a device whatever is installed, or None."""

@@ -18,12 +18,12 @@ import torch
 
 from ...architectures import architectures
 from ...architectures.calls import RequestedCalls, calls_to_compile
-from ...architectures.shapes import PRECISIONS, Profile
+from ...architectures.shapes import Profile
 from ...comfy_model.structure_hash import structure_hash
-from ...engine_library import BuildError, Engine, Fallback, Manifest, Reason, Unavailable, trust
+from ...engine_library import Engine, Fallback, Manifest, Reason, Unavailable, trust
 from ...engine_library.gpu import gpu_of
 from ...sessions.session import refusal_of, refuse
-from .. import BuildRequest, BuildSizes, LiveTask, Progress
+from .. import BuildSizes, LiveCompiler, LiveTask, Progress
 from . import compiled, opened_files
 from .cpu import cpu_kind
 
@@ -35,18 +35,13 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-class TorchBackend:
+class TorchBackend(LiveCompiler):
     """Runs and compiles live networks. On a CPU it runs them eagerly, for tests, and only when chosen by name."""
 
     name = "torch"
     preference = 10
     measured_on = ("cuda",)
     builds_on_gpu = True
-    build_stack = 0
-    runs_live_weights = True
-    refits = False
-    precisions = PRECISIONS
-    notice = ""
 
     def version(self) -> str:
         return f"{torch.__version__} format {compiled.FORMAT}"
@@ -56,9 +51,6 @@ class TorchBackend:
             return str(device.type)
         major, minor = torch.cuda.get_device_capability(device)
         return f"{torch.cuda.get_device_name(device)}, {major}.{minor}"
-
-    def cannot_import(self) -> Fallback | None:
-        return None
 
     def cannot_run(self, device: torch.device) -> Fallback | None:
         if device.type not in ("cuda", "cpu"):
@@ -90,15 +82,9 @@ class TorchBackend:
     def writes(self, name: str) -> bool:
         return compiled.is_file_name(name)
 
-    def build_memory(self, weights: int) -> int:
-        return 0
-
     def weights(self, network: NativeNetwork, check: Callable[[], None] | None = None) -> str:
         """No weights are compiled in."""
         return structure_hash(network.module, live=True)
-
-    def build(self, request: BuildRequest, progress: Progress) -> list[str]:
-        raise BuildError("the torch backend compiles live networks, not ONNX graphs")
 
     def compile(self, function: torch.nn.Module, task: LiveTask, progress: Progress) -> dict:
         if getattr(function, "blocks", None):
@@ -135,9 +121,6 @@ class TorchBackend:
                 refuse(engine, f"compiled it took {times:.2f} times as long as the normal model on this GPU")
         found.use(engines, passed_over)
         return found
-
-    def engine_profile(self, profile: Profile) -> Profile:
-        return profile
 
     def sizes(self, engine: Engine) -> list[dict[str, int]]:
         return [compiled.sizes_of(name) for name in engine.manifest.files]

@@ -33,7 +33,7 @@ def only(sizes: dict[str, int]) -> Profile:
 @pytest.fixture(autouse=True)
 def of_one_size(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, method in vars(OneSizeBackend).items():
-        if not name.startswith("__"):
+        if not name.startswith("_"):
             monkeypatch.setattr(type(ORT), name, method, raising=False)
 
 
