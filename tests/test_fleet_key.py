@@ -18,7 +18,7 @@ from builds import main_file
 from fake_engine import publish_engine
 from fleet_worker import work
 from hybrid_trt.backends import backends
-from hybrid_trt.backends.torch_inductor.cpu import cpu_kind
+from hybrid_trt.backends.torch_inductor.compiled import cpu_kind
 from hybrid_trt.comfy_model.hash_cache import source_changed
 from hybrid_trt.engine_builder.command_line import main as cli
 from hybrid_trt.engine_library import Engine, Library, Reason, fleet_key, trust

@@ -25,7 +25,6 @@ from ...engine_library.gpu import gpu_of
 from ...sessions.session import refusal_of, refuse
 from .. import BuildSizes, LiveCompiler, LiveTask, Progress
 from . import compiled, opened_files
-from .cpu import cpu_kind
 
 if TYPE_CHECKING:
     from ...comfy_model.network import NativeNetwork
@@ -75,7 +74,7 @@ class TorchBackend(LiveCompiler):
             return Fallback(Reason.WRONG_GPU, f"it was compiled for {identity.device}")
         if identity.backend_version != self.version():
             return Fallback(Reason.STALE_ENGINE, f"it was compiled by torch {identity.backend_version}")
-        if device.type == "cpu" and manifest.parity.get("cpu", cpu_kind()) != cpu_kind():
+        if device.type == "cpu" and manifest.parity.get("cpu", compiled.cpu_kind()) != compiled.cpu_kind():
             return Fallback(Reason.STALE_ENGINE, "it was compiled for a CPU with other instructions")
         return None
 
