@@ -80,15 +80,13 @@ class FileBackend(Backend):
     def session(
         self, network: NativeNetwork, engines: Sequence[Engine], precision: str, passed_over: Fallback | None
     ) -> Session:
-        return self.opened(network, engines)[0]
+        return self.session_of(engines[0], network)
 
-    def opened(self, network: NativeNetwork, engines: Sequence[Engine]) -> list[FileSession]:
-        """Sessions of those engines that are not broken, or of all."""
+    def session_of(self, engine: Engine, network: NativeNetwork) -> FileSession:
+        """The session of one engine."""
         from ..sessions.file_session import file_session  # needs ComfyUI
-        from ..sessions.session import refusal_of
 
-        sound = [engine for engine in engines if refusal_of(engine) is None] or engines
-        return [file_session(engine, self.load, network.device, network, self.keeps_weights) for engine in sound]
+        return file_session(engine, self.load, network.device, network, self.keeps_weights)
 
 
 def _hold(engines: Collection[Engine], profile: Profile) -> bool:

@@ -197,16 +197,12 @@ def _backends(device: torch.device) -> dict[str, Any]:
 def _backend(backend: Any, device: torch.device) -> str:
     """Say whether a backend serves and builds, and where it does not, why and what to install."""
     if (refusal := backend.cannot_run(device)) is not None:
-        return f"cannot serve: {refusal.detail}{_not_installed(backend, refusal)}"
+        lacking = backend.cannot_import()  # on another GPU too
+        more = "" if lacking in (None, refusal) else f"; and {lacking.detail}"
+        return f"cannot serve: {refusal.detail}{more}"
     text = f"serves, version {backend.version()}"
     refusal = backend.cannot_build(device)
     return text if refusal is None else f"{text}; cannot build: {refusal.detail}"
-
-
-def _not_installed(backend: Any, known: Fallback) -> str:
-    """Say of a backend that another GPU would need what it lacks besides."""
-    lacking = backend.cannot_import()
-    return "" if lacking is None or lacking == known else f"; and {lacking.detail}"
 
 
 def _library(place: Place) -> Any:

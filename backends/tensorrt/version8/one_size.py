@@ -44,6 +44,8 @@ class OneSizeBackend(FileBackend):
     def session(
         self, network: NativeNetwork, engines: Sequence[Engine], precision: str, passed_over: Fallback | None
     ) -> Session:
+        from ....sessions.session import refusal_of
         from .session import one_size_session  # needs ComfyUI
 
-        return one_size_session(self.opened(network, engines), MOST_OPEN)
+        sound = [engine for engine in engines if refusal_of(engine) is None] or engines
+        return one_size_session([self.session_of(engine, network) for engine in sound], MOST_OPEN)
