@@ -19,7 +19,7 @@ import torch
 from comfy_process import ComfyProcess
 from gpu_server import gpu_server
 from hybrid_trt.backends import backends
-from hybrid_trt.backends.tensorrt.version8.one_size import OneSizeBackend
+from hybrid_trt.backends.tensorrt.version8.backend import OneSizeBackend
 from scenarios import Scenario, control_effect, latent_of, native_latent, prompt, relative_difference
 
 pytestmark = [pytest.mark.gpu, pytest.mark.tensorrt]

@@ -12,7 +12,7 @@ import torch
 from builds import main_file
 from hybrid_trt.architectures.shapes import Picture, sample_inputs
 from hybrid_trt.backends import backends
-from hybrid_trt.backends.tensorrt.version8.one_size import MOST_OPEN
+from hybrid_trt.backends.tensorrt.version8.backend import MOST_OPEN
 from hybrid_trt.comfy_model.network import NativeNetwork
 from hybrid_trt.engine_builder import build as builder
 from hybrid_trt.engine_library import Library, Reason

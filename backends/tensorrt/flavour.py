@@ -26,7 +26,7 @@ class Flavour:
     Attributes:
         module: what to import.
         title: its name for people.
-        versions: those that serve, from the first up to but without the second.
+        versions: the versions that can be used, from the first up to but without the second.
         package: its name on PyPI, for CUDA 13; with ``-cu12`` behind it, for CUDA 12.
     """
 

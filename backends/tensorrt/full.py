@@ -49,8 +49,7 @@ class FullTensorRTBackend(TensorRTBackend):
 
     def build(self, request: BuildRequest, progress: Progress) -> list[str]:
         with torch.cuda.device(self._gpu_for(request.target)):
-            timing_cache = self._timing_cache(request)
-            return build_engine_file(self.flavour, request, progress, timing_cache=timing_cache, steps=self.steps)
+            return build_engine_file(self.flavour, request, progress, None, self._timing_cache(request), self.steps)
 
     def _gpu_for(self, target: str) -> int:
         """Index of the GPU that a build is meant for, among those that this process sees."""

@@ -10,7 +10,7 @@ from built_once import built_once
 from hybrid_trt.architectures.calls import EngineCall
 from hybrid_trt.architectures.shapes import Picture, Profile, Range, sample_inputs
 from hybrid_trt.backends import backends
-from hybrid_trt.backends.tensorrt.version8.one_size import OneSizeBackend
+from hybrid_trt.backends.tensorrt.version8.backend import OneSizeBackend
 from hybrid_trt.comfy_model.network import NativeNetwork
 from hybrid_trt.engine_library import Engine, Library
 from hybrid_trt.engine_library.engine import relative_error
