@@ -195,9 +195,6 @@ def _engines(
     named = {backend.name: backend for backend in usable}
     live = [backend.name for backend in usable if backend.runs_live_weights]  # these do not open slow engines
 
-    def refuses(manifest: Manifest) -> Fallback | None:
-        return cannot_open(named[manifest.identity.backend], manifest, device)
-
     def covers(engine: Engine) -> bool:
         """Tell whether an engine takes all calls that are wanted; live weights take every size."""
         backend = named[engine.manifest.identity.backend]
@@ -205,9 +202,9 @@ def _engines(
 
     query = replace(query, covers=covers)
     if choice != AUTO:
-        return library.find_all(query, refuses)
+        return library.find_all(query, refusals(device))
     unproven = [backend.name for backend in usable if not _proven(backend, device)]
-    found = library.find_all(replace(query, fastest=True, only_timed=unproven), refuses)
+    found = library.find_all(replace(query, fastest=True, only_timed=unproven), refusals(device))
     worth_it = [e for e in found if e.manifest.identity.backend in live or not trust.is_slow(e, query.gpu)]
     if live and not worth_it:
         raise library.nothing_found()
