@@ -229,8 +229,9 @@ class NodeStates:
         if not same:
             parameters = parameters_of(wish, parameters, (known.source or {}).get("size", 0))
         took, live = seconds(
-            self._library, wish.backend or known.backend, known.device, known.kind, known.precision, parameters
-        )
+            self._library, wish.backend or known.backend, known.device, known.kind, known.architecture,
+            known.precision, parameters,
+        )  # fmt: skip
         return {"why": why, "seconds": took, "certain": certain, "live": live}
 
     def _look_up(self, known: NodeRecord) -> tuple[list[Engine], Fallback]:
