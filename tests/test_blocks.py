@@ -232,6 +232,23 @@ def test_a_build_that_a_prompt_left_no_room_has_the_gpu_to_itself(
     assert did[2:] == ["asked", "built"]
 
 
+def test_a_build_that_fails_for_another_reason_is_not_done_twice(
+    qwen: NativeNetwork, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _device: (int(8e9), int(80e9)))
+    did: list[str] = []
+
+    def run(*_: object) -> dict:
+        did.append("built")
+        raise BuildError("Inductor could not compile the network")
+
+    order = replace(order_for(qwen), device=torch.device("cuda", 0))
+    again = limits.with_room(run, order, lambda *_: did.append("asked"))
+    with pytest.raises(BuildError, match="could not compile"):
+        again({"step": "compile"}, lambda *_: None, did.append, {})
+    assert did == ["built"]
+
+
 class Summed(torch.nn.Module):
     """Has Inductor choose a kernel that holds up to a length."""
 
