@@ -19,7 +19,7 @@ from hybrid_trt.architectures.blocks import in_blocks, put_together, take_apart,
 from hybrid_trt.architectures.calls import RequestedCalls, calls_to_compile, example_of, file_sizes, serves_every_size
 from hybrid_trt.architectures.shapes import Picture, Profile, Range, RequestedSizes, sample_inputs
 from hybrid_trt.backends import backends
-from hybrid_trt.backends.torch_inductor import compile_blocks, compile_kinds, opened_files
+from hybrid_trt.backends.torch_inductor import compile_blocks, compile_kinds, opened_files, wiring
 from hybrid_trt.backends.torch_inductor.compiled import file_name, sizes_of
 from hybrid_trt.backends.torch_inductor.kinds import InBlocks, Kinds
 from hybrid_trt.backends.torch_inductor.session import LiveSession
@@ -30,6 +30,7 @@ from hybrid_trt.engine_builder.order import BuildOrder
 from hybrid_trt.engine_library import BuildError, Engine, Library, trust
 from hybrid_trt.engine_library.engine import relative_error
 from hybrid_trt.page_api import picture_fit
+from hybrid_trt.sessions import session as session_module
 from tiny_transformers import let_comfyui_load_zimage
 from zimage import network as zimage_network
 
@@ -158,6 +159,38 @@ def test_one_build_serves_every_size_and_compiles_each_kind_of_block_once(
     assert len(blocks.kinds) == KINDS[name]
     assert blocks.plain == 0, "each block of each call ran compiled"
     assert "compiled for every size" in session.status(profile_of(network))
+
+
+@COMPILES
+def test_the_first_call_of_a_machine_shows_whether_each_block_has_its_own_weights(
+    qwen: NativeNetwork, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(trust.FOLDER_VARIABLE, str(tmp_path / "keys"))
+    engine, plainly = engine_for(qwen, tmp_path), []
+    assert wiring.FIGURE not in trust.figures(engine)
+
+    def called(own: Any) -> tuple[torch.Tensor, LiveSession]:
+        session = LiveSession(qwen, TORCH, "float32")
+        weights, forward = session.live._weights_of_blocks, session.live.function.forward
+        monkeypatch.setattr(session.live, "_weights_of_blocks", lambda: own(weights()))
+        monkeypatch.setattr(session.live.function, "forward", lambda *given: plainly.append(1) or forward(*given))
+        session.use([engine])
+        with torch.inference_mode():
+            result = session.run(sample_inputs(session.live.inputs, CALL, seed=1))["out"]
+        return result, session
+
+    swapped, broken = called(lambda weights: weights[::-1])
+    assert "blocks together differ from the normal model" in broken.refusal
+    assert wiring.FIGURE not in trust.figures(engine)
+    session_module._refused.clear()  # as in another process
+    right, whole = called(list)
+    assert torch.equal(swapped, whole.live.function(*sample_inputs(whole.live.inputs, CALL, seed=1).values())[0])
+    assert relative_error(right, swapped) <= LIMIT
+    assert (whole.refusal, in_use(whole).judge) == (None, None)
+    assert trust.figures(engine)[wiring.FIGURE] <= LIMIT
+    plainly.clear()
+    assert relative_error(called(list)[0], swapped) <= LIMIT
+    assert len(plainly) == 1, "it is not compared again"
 
 
 @COMPILES
