@@ -49,7 +49,8 @@ class Record:
         verdict: ``"built"``: made here; ``"refused"``: it computes something else than native.
         why: what is wrong with a refused one.
         parity: figures of the comparison on a device, as in a manifest. On a GPU also its ``driver``, and milliseconds
-            of one call, ``engine_ms`` and ``native_ms``; for an engine of any weights ``refit_s``: seconds to take all.
+            of one call, ``engine_ms`` and ``native_ms``, or the ``relative_time`` of a network in blocks; for an
+            engine of any weights ``refit_s``: seconds to take all.
         gpu: on which GPU it ran and computed what native does; ``""`` on none.
         here: False if it is another worker's, whose fleet key is ours.
     """
@@ -144,14 +145,14 @@ def relative_time(engine: Engine, gpu: str) -> float | None:
     """Return the part of native's time that a call takes, as measured on this GPU: 0.5 is twice as fast.
 
     None without such figures. Engines are timed at their own best sizes, so their milliseconds cannot be compared and
-    their parts of native's time can. Native waits more for launches at small sizes, which flatters engines for those;
-    parts that differ by a few percent are alike.
+    their parts of native's time can; a network in blocks has nothing but this part. Native waits more for launches at
+    small sizes, which flatters engines for those; parts that differ by a few percent are alike.
     """
     record = record_of(engine)
     if not gpu or record is None or record.gpu != gpu:
         return None
     times = call_times([engine])
-    return None if times is None else times[0] / times[1]
+    return figures(engine).get("relative_time") if times is None else times[0] / times[1]
 
 
 def is_slow(engine: Engine, gpu: str) -> bool:

@@ -64,7 +64,7 @@ async def _start(_app: web.Application) -> None:
 
 @reads
 async def _ready(_request: web.Request) -> web.Response:
-    """Answer 200 when the server is warm, else 503, with what docs/fleet.md lists."""
+    """Answer 200 when the server is warm, else 503, with what docs/serving.md lists."""
     found = list(_warmed.values())
     waits_for = [one.text or f"{one.name} is {one.state}." for one in found if one.state != warming.WARM_NOW]
     facts = await _recent_facts([one.state for one in found])

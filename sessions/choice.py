@@ -11,7 +11,7 @@ from ..architectures.calls import AsyncInputs
 from ..architectures.shapes import Profile
 from ..comfy_model.weight_patches import WeightPatches
 from ..engine_library import Engine, Fallback, Reason, Unavailable
-from .session import BROKEN, Active, Session, refusal_of, refuse, shared
+from .session import Active, Session, refusal_of, refuse, shared
 
 if TYPE_CHECKING:
     import torch
@@ -93,7 +93,7 @@ class SessionChoice:
             Unavailable: as given, where the engine is not broken or no other session is left.
         """
         left = [one for one in self.sessions if one is not session and one not in self._broken]
-        if unavailable.fallback.reason not in BROKEN or not left:
+        if not unavailable.fallback.reason.breaks_engine or not left:
             raise unavailable
         for engine in session.active.serving:
             refuse(engine, unavailable.fallback.detail)

@@ -196,7 +196,7 @@ def picture(path: Path, **texts: str) -> Path:
     return path
 
 
-@pytest.mark.fault("a picture is given where a workflow is expected")
+@pytest.mark.fault("a picture is given where a workflow is expected", see="the workflow in it is taken, or a sentence")
 @pytest.mark.parametrize("kind", ["png", "webp"])
 def test_the_workflow_of_a_picture_is_accelerated(environment: Any, tmp_path: Path, kind: str) -> None:
     cli, plain = CommandLine(tmp_path / "library", environment.comfyui), json.dumps(DRAWN)

@@ -224,7 +224,7 @@ def test_a_session_is_told_of_late_residuals_if_it_takes_such_and_the_run_counts
     takes_late: bool, waits: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     net = network("unet", "unlike_levels")
-    handle = EngineHandle(net, CHOICE, Library([tmp_path]), f"late {takes_late}")
+    handle = EngineHandle.look_up(net, CHOICE, Library([tmp_path]), f"late {takes_late}")
     monkeypatch.setattr(LiveSession, "takes_late", takes_late)
     told = []
 

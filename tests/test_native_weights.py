@@ -71,7 +71,8 @@ def fail_from(session: FileSession, call: int, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(session._runner, "run", failing)
 
 
-@pytest.mark.fault("an engine fails in the middle of a run")
+@pytest.mark.fault("an engine fails in the middle of a run",
+                   see="normal speed: *engine failed* for the rest of the run")
 def test_an_engine_that_fails_in_the_middle_of_a_run_leaves_the_rest_to_native_with_all_its_weights(
     patched: Patched, device: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

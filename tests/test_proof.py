@@ -131,7 +131,7 @@ def test_native_computes_exactly_while_an_engine_is_held_against_it(
     assert torch.backends.cudnn.allow_tf32 is True, "prompts and the clock have torch's default"
 
 
-@pytest.mark.fault("a built engine computes something else on its GPU")
+@pytest.mark.fault("a built engine computes something else on its GPU", see="an error in one sentence; it is not kept")
 def test_an_engine_that_differs_from_native_on_its_gpu_is_not_kept(tmp_path: Path) -> None:
     with pytest.raises(BuildError, match="made of .* differs from the normal model by .* so it is not used"):
         build(tmp_path, limit=0.0)
@@ -189,6 +189,16 @@ def test_the_page_is_told_how_fast_an_engine_was_in_its_proof(tmp_path: Path) ->
     trust.keep(engine.folder, engine.manifest, trust.Record(trust.BUILT, parity=figures, gpu=HERE))
     told = engine_json(engine)
     assert (told["rel_err"], told["native_rel_err"], told["speed"]) == (2e-3, 3e-3, 3.2)
+
+
+def test_blocks_that_were_timed_alone_say_nothing_of_a_whole_call(tmp_path: Path) -> None:
+    engine = publish_engine(tmp_path)
+    for relative_time, slow in ((0.45, False), (1.1, True)):
+        parity = {"rel_err": 2e-3, "relative_time": relative_time}
+        trust.keep(engine.folder, engine.manifest, trust.Record(trust.BUILT, parity=parity, gpu=HERE))
+        assert trust.is_slow(engine, HERE) is slow
+        assert trust.call_times([engine]) is None, "the report says how much faster a call is by this"
+        assert engine_json(engine)["speed"] is None
 
 
 def test_a_record_whose_gpu_was_edited_is_none(tmp_path: Path) -> None:

@@ -330,7 +330,7 @@ def test_a_bad_timing_cache_is_replaced_and_an_input_that_the_exporter_dropped_i
     assert [p.name for p in path.parent.iterdir()] == [path.name]
 
 
-@pytest.mark.fault("TensorRT's timing cache is a stranger's")
+@pytest.mark.fault("TensorRT's timing cache is a stranger's", see="nothing: it is made anew")
 def test_timings_that_this_machine_did_not_sign_are_not_read(tmp_path: Path) -> None:
     path, builder = tmp_path / ".timing-x.cache", Mock()
     path.write_bytes(b"timings")

@@ -250,7 +250,7 @@ def test_comfyui_evicts_it_and_the_next_call_opens_it_again(backend: object, pai
     assert worst(again, reference(same, given)) <= LIMITS[engine.manifest.identity.precision]
 
 
-@pytest.mark.fault("a real GPU is full when a TensorRT engine opens")
+@pytest.mark.fault("a real GPU is full when a TensorRT engine opens", see="normal speed: *engine failed*")
 def test_without_memory_it_says_so_and_serves_when_there_is_some(backend: object, pair: dict) -> None:
     engine, _same = pair["unet"]
     session = FileSession(engine, backend.load, GPU)

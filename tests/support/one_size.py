@@ -39,7 +39,7 @@ def of_one_size(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def handle_of(net: NativeNetwork, folder: Path, *pictures: Picture, backend: str = "onnxruntime") -> EngineHandle:
     choice = EngineChoice(PROFILE, backend=backend, pictures=pictures)
-    return EngineHandle(net, choice, Library([folder]), f"{net.module!r:.9}{folder}", f"key {folder}")
+    return EngineHandle.look_up(net, choice, Library([folder]), f"{net.module!r:.9}{folder}", f"key {folder}")
 
 
 def build(handle: EngineHandle) -> Engine:
