@@ -171,7 +171,7 @@ class NodeStates:
                 if not backends()[backend].runs_live_weights:
                     text = (f"It was not opened, so torch runs in its place: {why}; delete it in the panel, or "
                             f"build it again with the backend {backend}.")
-                answer |= {"state": Reason.BROKEN_ENGINE.state, "text": text}
+                answer |= {"state": "stale", "text": text}
             return answer, known, engines
         text = known.without_engine or fallback.sentence()
         answer |= {"state": fallback.reason.state, "text": text}

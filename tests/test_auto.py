@@ -340,7 +340,7 @@ def test_live_weights_serve_in_the_place_of_an_engine_that_does_not_open(
     states = NodeStates(Library([tmp_path]), BuildQueue())
     states.learn("key", handle)
     told = states.state("key", NodeRequest(net.role.value, net.label, False, AUTO))
-    assert told["state"] == "broken"
+    assert told["state"] == "stale"
     assert told["text"].endswith("delete it in the panel, or build it again with the backend onnxruntime.")
 
 

@@ -278,7 +278,7 @@ def test_a_nodes_state_on_the_page_tells_of_an_engine_that_was_not_opened(
     with torch.inference_mode():
         handle.serve(None, lambda: EngineCall(inputs_of(net), dict))
     told = states.state("key", wish)
-    assert told["state"] == "broken"
+    assert told["state"] == "stale"
     assert told["engine"]["name"] == engine.folder.name
     assert "the disk is gone" in told["text"]
     assert "the disk is gone" in handle.session.refusal
