@@ -152,10 +152,6 @@ class Profile:
         """Symbol -> size at ``which`` of ``"min"``, ``"opt"``, ``"max"``."""
         return {s: getattr(r, which) for s, r in self.ranges.items()}
 
-    def at_best(self) -> Profile:
-        """The one size that this profile is best at, as a profile."""
-        return Profile({s: Range(r.opt, r.opt, r.opt) for s, r in self.ranges.items()})
-
     def to_json(self) -> dict:
         return {s: [r.min, r.opt, r.max] for s, r in sorted(self.ranges.items())}
 

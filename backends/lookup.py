@@ -13,7 +13,8 @@ from ..architectures import architectures, runs_per_step
 from ..architectures.calls import RequestedCalls, UncoveredCall, serves_every_size
 from ..architectures.shapes import Picture, Profile
 from ..engine_library import Engine, EngineQuery, Fallback, Library, Manifest, Reason, Unavailable, trust
-from . import AUTO, Backend, backends, gpu_of, kind_of, why_refused
+from ..engine_library.gpu import gpu_of, kind_of
+from . import AUTO, Backend, backends, cannot_open
 
 if TYPE_CHECKING:
     import torch
@@ -51,17 +52,19 @@ class EngineChoice:
 
 @dataclass(frozen=True)
 class Found:
-    """Result of a look-up: what serves the calls of a network.
+    """Result of a look-up: what serves the calls of a network, who builds what it lacks, and why nothing serves.
 
     Attributes:
-        backend: runs ``engines``, or live weights without one.
+        backend: runs ``engines``, or live weights without one; None where nothing serves.
+        builder: builds what is missing, or None where no backend can.
         engines: those that its session uses, the best first.
         live: the backend whose live weights take the calls that ``engines`` do not, or None.
         live_engines: its engines: compiled files for some sizes.
-        passed_over: why an engine of the library is not used, where live weights serve without one.
+        passed_over: why no engine of the library is used; of several reasons the one closest to success.
     """
 
-    backend: Backend
+    backend: Backend | None
+    builder: Backend | None = None
     engines: Sequence[Engine] = ()
     live: Backend | None = None
     live_engines: Sequence[Engine] = ()
@@ -78,15 +81,14 @@ def look_up(network: NativeNetwork, choice: EngineChoice, library: Library) -> F
 
     With ``auto`` that is the engine that was the fastest on this GPU. One that was no faster than native is left out
     where live weights serve: these need no build.
-
-    Raises:
-        Unavailable: neither an engine nor live weights can serve; of several reasons the one closest to success.
     """
     from ..comfy_model.structure_hash import structure_hash
 
     architecture, device = network.architecture().name, network.device
-    timed_here = _timed_here(library, architecture, choice.backend, device)
-    usable = backends_for(network, choice.backend, timed_here)
+    try:
+        usable = backends_for(network, choice.backend, _timed_here(library, architecture, choice.backend, device))
+    except Unavailable as unavailable:
+        return Found(None, passed_over=unavailable.fallback)
     structure = structure_hash(network.module)
     weights = _weights(network, structure, choice, library, usable)
     profile = wanted_profile(network, choice)
@@ -95,28 +97,28 @@ def look_up(network: NativeNetwork, choice: EngineChoice, library: Library) -> F
 
 
 def look_up_known(library: Library, query: EngineQuery, choice: str, device: torch.device) -> Found:
-    """Find what serves a network that is not loaded and of which all that a query needs is known.
-
-    Raises:
-        Unavailable: as ``look_up``.
-    """
-    timed_here = _timed_here(library, query.architecture, choice, device)
-    return _look_up(library, query, choice, usable_backends(choice, device, timed_here), device)
+    """Look up from a stored record, without the model; otherwise as ``look_up``."""
+    try:
+        usable = usable_backends(choice, device, _timed_here(library, query.architecture, choice, device))
+    except Unavailable as unavailable:
+        return Found(None, passed_over=unavailable.fallback)
+    return _look_up(library, query, choice, usable, device)
 
 
 def _look_up(
     library: Library, query: EngineQuery, choice: str, usable: Sequence[Backend], device: torch.device
 ) -> Found:
+    builder = next((backend for backend in usable if choice != AUTO or _proven(backend, device)), None)
     live = next((backend for backend in usable if backend.runs_live_weights), None)
     query = replace(query, backends=[backend.name for backend in usable], gpu=gpu_of(device))
     try:
         engines, passed_over = _engines(library, query, choice, usable, device), None
     except Unavailable as unavailable:
-        if live is None or not runs_per_step(query.architecture):
-            raise
         engines, passed_over = [], unavailable.fallback
+        if live is None or not runs_per_step(query.architecture):
+            return Found(None, builder, passed_over=passed_over)
     own = backends()[engines[0].manifest.identity.backend] if engines else live
-    found = Found(own, own.in_use([e for e in engines if _is_of(e, own)]), passed_over=passed_over)
+    found = Found(own, builder, own.in_use([e for e in engines if _is_of(e, own)]), passed_over=passed_over)
     if live in (None, own):
         return found
     return replace(found, live=live, live_engines=live.in_use([e for e in engines if _is_of(e, live)]))
@@ -126,12 +128,14 @@ def open_session(found: Found, network: NativeNetwork, precision: str) -> Sessio
     """Open what was found for a network; sessions are shared by all who use the same.
 
     Raises:
-        Unavailable: another node replaced a part of the network.
+        Unavailable: nothing was found, or another node replaced a part of the network.
     """
+    if found.backend is None:
+        raise Unavailable.of(found.passed_over)
     session = found.backend.session(network, found.engines, precision, found.passed_over)
     if found.live is None:
         return session
-    from ..sessions.with_live_fallback import with_live_fallback  # needs ComfyUI
+    from ..sessions.choice import with_live_fallback  # needs ComfyUI
 
     try:
         return with_live_fallback(session, found.live.session(network, found.live_engines, precision, None), network)
@@ -159,11 +163,7 @@ def takes_any_weights(choice: EngineChoice, device: torch.device) -> bool:
 def _weights(
     network: NativeNetwork, structure: str, choice: EngineChoice, library: Library, usable: Collection[Backend]
 ) -> list[str]:
-    """List what engines may have as their weights. A checkpoint is hashed only if some engine could be its own.
-
-    Raises:
-        Unavailable: no engine can be for the network.
-    """
+    """List what engines may have as their weights. A checkpoint is hashed only if some engine could be its own."""
     from ..comfy_model.structure_hash import structure_hash  # needs torch, which the command line may lack
 
     fixed = [b for b in usable if not b.runs_live_weights and not (choice.replaceable and b.refits)]
@@ -174,8 +174,6 @@ def _weights(
         found.append(structure)
     if any(backend.runs_live_weights for backend in usable):
         found.append(structure_hash(network.module, live=True))
-    if not found:
-        raise library.nothing_found()
     return found
 
 
@@ -191,11 +189,10 @@ def _engines(
     Raises:
         Unavailable: none does.
     """
+    if not query.weights:
+        raise library.nothing_found()
     named = {backend.name: backend for backend in usable}
     live = [backend.name for backend in usable if backend.runs_live_weights]  # these do not open slow engines
-
-    def refuses(manifest: Manifest) -> Fallback | None:
-        return why_refused(named[manifest.identity.backend], manifest, device)
 
     def covers(engine: Engine) -> bool:
         """Tell whether an engine takes all calls that are wanted; live weights take every size."""
@@ -204,9 +201,9 @@ def _engines(
 
     query = replace(query, covers=covers)
     if choice != AUTO:
-        return library.find_all(query, refuses)
+        return library.find_all(query, refusals(device))
     unproven = [backend.name for backend in usable if not _proven(backend, device)]
-    found = library.find_all(replace(query, fastest=True, only_timed=unproven), refuses)
+    found = library.find_all(replace(query, fastest=True, only_timed=unproven), refusals(device))
     worth_it = [e for e in found if e.manifest.identity.backend in live or not trust.is_slow(e, query.gpu)]
     if live and not worth_it:
         raise library.nothing_found()
@@ -229,9 +226,9 @@ def backends_for(network: NativeNetwork, choice: str, timed_here: Collection[str
         Unavailable: none can.
     """
     usable = usable_backends(choice, network.device, timed_here)
-    able = [backend for backend in usable if refusal_for(network, backend) is None]
+    able = [backend for backend in usable if cannot_serve(network, backend) is None]
     if not able:
-        raise Unavailable.of(refusal_for(network, usable[0]))
+        raise Unavailable.of(cannot_serve(network, usable[0]))
     return able
 
 
@@ -239,11 +236,15 @@ WHOLE = 8e9
 """Bytes on the GPU that compiling a whole network takes beside its weights."""
 
 
-def builds_meanwhile(builder: Backend, device: torch.device, architecture: str, parameters: int) -> bool:
-    """Tell whether a backend builds in the background without being told to: where that disturbs no prompt.
+def builds_by_itself(choice: str, device: torch.device, architecture: str, parameters: int) -> bool:
+    """Tell whether ``auto`` has an engine built in the background: where that disturbs no prompt.
 
     Blocks are compiled without weights. A whole network has its own on the GPU, beside those that ComfyUI loads.
     """
+    try:
+        builder = usable_backends(choice, device)[0]
+    except Unavailable:
+        return False
     if not builder.runs_live_weights or builder.cannot_build(device) is not None:
         return False
     known = architectures().get(architecture)
@@ -254,7 +255,7 @@ def builds_meanwhile(builder: Backend, device: torch.device, architecture: str, 
     return torch.cuda.mem_get_info(device)[1] >= WHOLE + 2 * parameters * torch.float16.itemsize
 
 
-def refusal_for(network: NativeNetwork, backend: Backend) -> Fallback | None:
+def cannot_serve(network: NativeNetwork, backend: Backend) -> Fallback | None:
     """Return why a backend never serves a network, or None."""
     if backend.runs_live_weights or not (what := network.only_live):
         return None
@@ -278,7 +279,7 @@ def usable_backends(choice: str, device: torch.device, timed_here: Collection[st
         allowed = allowed or _not_on_auto(known.values(), device)
     else:
         allowed = [known[choice]] if choice in known else []
-    refusals = {b.name: b.unavailable(device) for b in allowed}
+    refusals = {b.name: b.cannot_run(device) for b in allowed}
     usable = [b for b in allowed if refusals[b.name] is None]
     if not usable:
         reasons = [refusal.reason for refusal in refusals.values()]
@@ -300,7 +301,7 @@ def _not_on_auto(every: Iterable[Backend], device: torch.device) -> list[Backend
     Raises:
         Unavailable: some would run; names them.
     """
-    able = [b.name for b in every if b.unavailable(device) is None]
+    able = [b.name for b in every if b.cannot_run(device) is None]
     if able:
         where = f"no backend was measured on {kind_of(device)} yet, so 'auto' takes none"
         raise Unavailable(Reason.BACKEND_MISSING, f"{where}; choose {' or '.join(able)} by name to try it")
@@ -315,6 +316,6 @@ def refusals(device: torch.device) -> Callable[[Manifest], Fallback | None]:
         backend = known.get(manifest.identity.backend)
         if backend is None:
             return Fallback(Reason.BACKEND_MISSING, f"this version has no backend {manifest.identity.backend}")
-        return why_refused(backend, manifest, device)
+        return cannot_open(backend, manifest, device)
 
     return refuses

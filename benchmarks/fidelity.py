@@ -30,7 +30,7 @@ sys.path[:0] = [str(ROOT / name) for name in ("tools", "tests/support", "tests")
 
 import numpy
 from comfy_process import ComfyProcess
-from fidelity_cases import Case, cases
+from fidelity_cases import BACKENDS, Case, cases
 from scenarios import Prompt, latent_of, relative_difference
 
 RESULTS = ROOT / "benchmarks" / "results" / "fidelity.json"
@@ -41,7 +41,6 @@ NUDGE = 1 + 1e-6
 ACTS = 1e-3
 """Least change that a case makes natively: a smaller one proves nothing."""
 PATIENCE = 300.0
-PLACES = ("before the engine: ", "behind the patch: ")
 
 Row = dict[str, Any]
 
@@ -174,39 +173,32 @@ def meta(comfyui: ComfyProcess) -> dict[str, Any]:
 
 def tables(data: dict[str, Any]) -> str:
     """Return the tables of docs/fidelity.md."""
-    told, rows = data["meta"], data["rows"]
+    about, rows = data["meta"], data["rows"]
     parts = [
-        f"{len(rows)} cases, ComfyUI {told['comfyui']}, torch {told['torch']}, onnxruntime {told['onnxruntime']}, "
-        f"{told['date']}.", "",
-        "| model | backend | cases | on engines | partly or wholly at normal speed | largest error | of its limit |",
-        "|---" * 7 + "|"]
-    for (model, backend), own in grouped(rows, lambda row: (row["model"], row["backend"])).items():
-        served = sum(row["outcome"] == "served" for row in own)
+        f"{len(rows)} cases, ComfyUI {about['comfyui']}, torch {about['torch']}, onnxruntime {about['onnxruntime']}, "
+        f"{about['date']}.", "",
+        f"| model | cases | at normal speed | largest error: {' | '.join(BACKENDS)} | of its limit |",
+        "|---" * (len(BACKENDS) + 4) + "|"]
+    for model, own in grouped(rows, lambda row: row["model"]).items():
+        fallbacks = [row for row in own if row["outcome"] == "fallback"]
+        errors = [[row["rel_err"] for row in own if row["backend"] == name] for name in BACKENDS]
+        largest = " | ".join(f"{max(found):.1e}" if found else "" for found in errors)
         share = max(row["rel_err"] / limit(row) for row in own)
-        parts.append(f"| {model} | {backend} | {len(own)} | {served} | {len(own) - served} | "
-                     f"{max(row['rel_err'] for row in own):.1e} | {share:.0%} |")
-    served, fallbacks = ([row for row in rows if row["outcome"] == kind] for kind in ("served", "fallback"))
-    parts += ["", "On engines:", "", "| model | cases |", "|---|---|"]
-    parts += [f"| {model} | {names(own)} |" for model, own in grouped(served, lambda row: row["model"]).items()]
-    parts += ["", "At normal speed, partly or wholly, and why:", "", "| reason | cases |", "|---|---|"]
-    parts += [f"| {reason} | {names(own)} |"
-              for reason, own in sorted(grouped(fallbacks, lambda row: row["reason"]).items())]
+        parts.append(f"| {model} | {each_backend(own)} | {each_backend(fallbacks)} | {largest} | {share:.0%} |")
+    parts += ["", "| reason for normal speed | cases |", "|---|---|"]
+    reasons = grouped([row for row in rows if row["reason"]], lambda row: row["reason"])
+    parts += [f"| {reason} | {len(own)} |" for reason, own in sorted(reasons.items())]
     moved = [row for row in rows if limit(row) > FLOOR]
     if moved:
-        parts += ["", "Where native's own result moves by more than 1e-5, that is the limit:", "",
-                  "| model | case | backend | error | native's own change |", "|---" * 5 + "|"]
-    parts += [f"| {row['model']} | {row['case']} | {row['backend']} | {row['rel_err']:.1e} | "
+        parts += ["", "| limit above 1e-5 | backend | error | native's own change |", "|---" * 4 + "|"]
+    parts += [f"| {row['model']}, {row['case']} | {row['backend']} | {row['rel_err']:.1e} | "
               f"{row['native_change']:.1e} |" for row in moved]
     return "\n".join(parts) + "\n"
 
 
-def names(rows: Sequence[Row]) -> str:
-    """Return the cases of rows; a patch that stands in both places is named once."""
-    cases = dict.fromkeys(row["case"] for row in rows)
-    bare = {name: name.removeprefix(PLACES[0]).removeprefix(PLACES[1]) for name in cases}
-    both = {what for what in bare.values() if {place + what for place in PLACES} <= cases.keys()}
-    said = (f"{what} in both places" if what in both else name for name, what in bare.items())
-    return "; ".join(dict.fromkeys(said))
+def each_backend(rows: Sequence[Row]) -> str:
+    """Return the number of rows of each backend, or nothing where there are none."""
+    return " + ".join(str(sum(row["backend"] == name for row in rows)) for name in BACKENDS) if rows else ""
 
 
 def grouped(rows: Sequence[Row], key: Callable[[Row], Any]) -> dict[Any, list[Row]]:

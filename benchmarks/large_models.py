@@ -179,7 +179,7 @@ class Model:
         from hybrid_trt.sampling.engine_handle import EngineHandle
         from hybrid_trt.sampling.model_wrapper import patch_model
 
-        self.handles = [EngineHandle(one, self.choice, self.library, one.label) for one in self._networks()]
+        self.handles = [EngineHandle.look_up(one, self.choice, self.library, one.label) for one in self._networks()]
         self.patched = patch_model(self.native, self.handles[0])
         self.backed = None if self.control is None else back_with_engine(self.control, self.handles[1])
 

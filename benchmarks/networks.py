@@ -129,10 +129,11 @@ class Bench:
 
         model, previous = self.model, None
         if backed:
-            model = patch_model(model, EngineHandle(self.networks["unet"], self.choice, self.library, "unet"))
+            model = patch_model(model, EngineHandle.look_up(self.networks["unet"], self.choice, self.library, "unet"))
         for i, net in enumerate(self.nets[:controls]):
             if backed:
-                handle = EngineHandle(NativeNetwork.of_controlnet(net, f"net{i}"), self.choice, self.library, f"cn{i}")
+                network = NativeNetwork.of_controlnet(net, f"net{i}")
+                handle = EngineHandle.look_up(network, self.choice, self.library, f"cn{i}")
                 net = back_with_engine(net, handle)
             generator = torch.Generator().manual_seed(i)
             image = torch.rand(1, 3, self.size * 8, self.size * 8, generator=generator)

@@ -96,7 +96,7 @@ def backed(kind: str, folder: Path) -> tuple[NativeNetwork, EngineHandle, dict[s
     """A network, a handle whose session gives results that are there already, and the inputs of a call."""
     net = small_networks.network(kind, "sd15_as_published")
     architecture = net.architecture()
-    handle = EngineHandle(net, EngineChoice(profile_of(64, 96, 320), "auto", "torch"), Library([folder]), kind)
+    handle = EngineHandle.look_up(net, EngineChoice(profile_of(64, 96, 320), "auto", "torch"), Library([folder]), kind)
     results = sample_inputs(architecture.outputs(net.module, "float32"), SIZES, 2)
     handle.session.run = lambda *_: results
     return net, handle, sample_inputs(architecture.inputs(net.module, "float32"), SIZES, 1)

@@ -83,7 +83,7 @@ def accelerated(vae: Any, call: str, side: int, base: Path) -> tuple[Any, float]
     started = time.perf_counter()
     build_engine(order, library, lambda *_: None)
     seconds = round(time.perf_counter() - started, 1)
-    handle = EngineHandle(network, EngineChoice(profile, backend="torch"), library, "benchmark")
+    handle = EngineHandle.look_up(network, EngineChoice(profile, backend="torch"), library, "benchmark")
     return vae_with_engines(vae, {role: handle}), seconds
 
 

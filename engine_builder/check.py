@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ..backends import Progress, gpu_of, why_refused
+from ..backends import Progress, cannot_open
 from ..comfy_model.snapshot import write_structure, write_weights
 from ..engine_library import (
     Engine,
@@ -24,6 +24,7 @@ from ..engine_library import (
 )
 from ..engine_library.disk import check_room
 from ..engine_library.engine import LIMITS
+from ..engine_library.gpu import gpu_of
 from .limits import on_cpu
 from .resources import check_memory
 from .worker.onnx_export import DATA_NAME
@@ -40,7 +41,7 @@ log = logging.getLogger(__name__)
 def unchecked_engine(order: BuildOrder, library: Library, identity: EngineIdentity) -> Engine | None:
     """Return an engine built here that would serve an order once it was checked on its device, or None."""
     backend, device = order.backend, order.target_device
-    if backend.runs_live_weights or backend.unavailable(device) is not None:
+    if backend.runs_live_weights or backend.cannot_run(device) is not None:
         return None
     wanted = EngineQuery(
         identity.architecture,
@@ -51,7 +52,7 @@ def unchecked_engine(order: BuildOrder, library: Library, identity: EngineIdenti
         gpu_of(device),
         layout=identity.layout,
     )
-    return library.unchecked(wanted, lambda manifest: why_refused(backend, manifest, device))
+    return library.unchecked(wanted, lambda manifest: cannot_open(backend, manifest, device))
 
 
 def check_engine(

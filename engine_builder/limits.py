@@ -12,6 +12,7 @@ from ..architectures import Architecture
 from ..architectures.calls import Call, serves_every_size
 from ..backends import Progress
 from ..engine_library import BuildError
+from ..sessions.memory_words import says_out_of_memory
 from .order import BuildOrder
 from .resources import available_bytes
 from .worker.task import Task
@@ -114,6 +115,8 @@ def with_room(run: Runner, order: BuildOrder, make_room: MakeRoom) -> Runner:
             try:
                 return {**run(task, progress, log_line, environment), WAITED: 0.0}
             except BuildError as failure:  # a prompt beside it may have taken the memory
+                if not says_out_of_memory(failure):
+                    raise
                 log_line(f"beside what is loaded: {failure}; now with the GPU's memory to itself")
         began = time.perf_counter()
         make_room(device, lambda phase: progress(phase, 0.0))

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from ..backends import Backend, Progress
+from ..backends import Backend, Progress, backends
 from ..engine_library import BuildError, Reason, Unavailable, life_signs
 from ..engine_library.atomic_files import FileLock
 from ..engine_library.disk import gigabytes
@@ -119,10 +119,13 @@ def check_memory(backend: Backend, weights: int, label: str, checks: bool = Fals
         weights: bytes of them in main memory.
         checks: the engine is there, and only compared.
     """
-    least, available = FIXED + int(weights * EXPORT), available_bytes()
-    needed = least if checks else needed_bytes(backend, weights)
+    needed = FIXED + int(weights * EXPORT) if checks else needed_bytes(backend, weights)
+    available = available_bytes()
     if available < needed:
-        other = f", or choose the backend onnxruntime, which needs {gigabytes(least)}" if least < needed else ""
+        of_files = [one for one in backends().values() if not one.runs_live_weights]
+        best = min(of_files, key=lambda one: needed_bytes(one, weights))
+        less = needed_bytes(best, weights)
+        other = f", or choose the backend {best.name}, which needs {gigabytes(less)}" if less < needed else ""
         raise BuildError(
             f"{'checking' if checks else 'building'} the engine of {label} with {backend.name} needs about "
             f"{gigabytes(needed)} of main memory and {gigabytes(available)} are available, so it was not started and "

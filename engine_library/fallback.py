@@ -35,42 +35,99 @@ class Reason(str, Enum):
 
     @property
     def advice(self) -> str:
-        return _ADVICE[self]
+        return _FACTS[self].advice
 
     @property
     def meaning(self) -> str:
         """The effect on the image, in words."""
-        return _MEANING.get(self, "Same picture, normal speed")
+        return _FACTS[self].meaning
+
+    @property
+    def state(self) -> str:
+        """The state of a node whose engine does not serve for this reason."""
+        return _FACTS[self].state
+
+    @property
+    def a_build_ends_it(self) -> bool:
+        return _FACTS[self].a_build_ends_it
+
+    @property
+    def lacks_engine(self) -> bool:
+        """Tell whether no engine could serve: the report counts it as missing."""
+        return _FACTS[self].lacks_engine
+
+    @property
+    def breaks_engine(self) -> bool:
+        """Tell whether the engine is left alone until it is built again. One that failed may have lacked memory."""
+        return _FACTS[self].breaks_engine
+
+    @property
+    def ends_run(self) -> bool:
+        """Tell whether one call leaves the rest of the run to native."""
+        return _FACTS[self].ends_run
 
 
-_ADVICE = {
-    Reason.NO_ENGINE: "press Build engine, or choose 'build first' or 'build meanwhile' on its node, and run",
-    Reason.NOT_WIRED: "switch TRT UNet Engine on again, or wire its engine into TRT Sampler Patch",
-    Reason.BUILD_FAILED: "fix what the message names and run again",
-    Reason.BUILT_ELSEWHERE: "nothing to do: it is used as soon as it is in the library",
-    Reason.STALE_ENGINE: "build it again: it was made by another version, on another machine or for another GPU",
-    Reason.BROKEN_ENGINE: "build it again: its files are missing or damaged",
-    Reason.UNCHECKED: "press Check engine, or choose 'build first' on the engine node, to have it compared with the "
-    "normal model",
-    Reason.BACKEND_MISSING: "install the backend that the message names, or choose another on the engine node",
-    Reason.WRONG_GPU: "build an engine for this GPU, or choose a backend that supports it",
-    Reason.OTHER_MODEL: "wire the same model into the engine node and the sampler patch",
-    Reason.UNSUPPORTED_MODEL: "choose the backend that the message names; if it names none, there is nothing to do",
-    Reason.SHAPE_OUTSIDE_PROFILE: "choose a wider Picture size on the engine node and build again",
-    Reason.WEIGHTS_PATCHED: "put the LoRA before the engine node and build again, or set 'Engine is for' to any "
-    "checkpoint and LoRA, or leave it: the normal model applies it",
-    Reason.MODEL_PATCHED: "remove the node that does so if you want the engine",
-    Reason.HOOKS: "remove the hooks from the conditioning if you want the engine",
-    Reason.NOT_REACHED: "remove the node that computes the UNet by itself (DeepCache ...) if you want the engine",
-    Reason.OTHER_KIND: "choose a ControlNet, or a prompt, for the kind of model that is sampled",
-    Reason.UNSUPPORTED_INPUT: "add the input that the message misses, or remove the one that it names, if you want the "
-    "engine",
-    Reason.ENGINE_FAILED: "see the log for the error; run again to retry the engine",
-}
+@dataclass(frozen=True)
+class _Facts:
+    """Facts about a reason, see the properties of ``Reason``."""
 
-_MEANING = {
-    Reason.NOT_REACHED: "Same picture as that node makes without engines",
-    Reason.OTHER_KIND: "The normal model runs: it leaves out what does not fit, or ends the prompt",
+    advice: str
+    meaning: str = "Same picture, normal speed"
+    state: str = "unavailable"
+    a_build_ends_it: bool = False
+    lacks_engine: bool = False
+    breaks_engine: bool = False
+    ends_run: bool = False
+
+
+_FACTS = {
+    Reason.NO_ENGINE: _Facts(
+        "press Build engine, or choose 'build first' or 'build meanwhile' on its node, and run",
+        state="none", a_build_ends_it=True, lacks_engine=True,
+    ),
+    Reason.NOT_WIRED: _Facts("switch TRT UNet Engine on again, or wire its engine into TRT Sampler Patch"),
+    Reason.BUILD_FAILED: _Facts("fix what the message names and run again"),
+    Reason.BUILT_ELSEWHERE: _Facts("nothing to do: it is used as soon as it is in the library", a_build_ends_it=True),
+    Reason.STALE_ENGINE: _Facts(
+        "build it again: it was made by another version, on another machine or for another GPU",
+        state="stale", a_build_ends_it=True, lacks_engine=True,
+    ),
+    Reason.BROKEN_ENGINE: _Facts(
+        "build it again: its files are missing or damaged",
+        state="broken", a_build_ends_it=True, lacks_engine=True, breaks_engine=True, ends_run=True,
+    ),
+    Reason.UNCHECKED: _Facts(
+        "press Check engine, or choose 'build first' on the engine node, to have it compared with the normal model",
+        state="unchecked", a_build_ends_it=True,
+    ),
+    Reason.BACKEND_MISSING: _Facts("install the backend that the message names, or choose another on the engine node"),
+    Reason.WRONG_GPU: _Facts(
+        "build an engine for this GPU, or choose a backend that supports it",
+        a_build_ends_it=True, lacks_engine=True, breaks_engine=True, ends_run=True,
+    ),
+    Reason.OTHER_MODEL: _Facts("wire the same model into the engine node and the sampler patch"),
+    Reason.UNSUPPORTED_MODEL: _Facts(
+        "choose the backend that the message names; if it names none, there is nothing to do",
+    ),
+    Reason.SHAPE_OUTSIDE_PROFILE: _Facts("choose a wider Picture size on the engine node and build again"),
+    Reason.WEIGHTS_PATCHED: _Facts(
+        "put the LoRA before the engine node and build again, or set 'Engine is for' to any checkpoint and "
+        "LoRA, or leave it: the normal model applies it",
+    ),
+    Reason.MODEL_PATCHED: _Facts("remove the node that does so if you want the engine"),
+    Reason.HOOKS: _Facts("remove the hooks from the conditioning if you want the engine"),
+    Reason.NOT_REACHED: _Facts(
+        "remove the node that computes the UNet by itself (DeepCache ...) if you want the engine",
+        meaning="Same picture as that node makes without engines",
+    ),
+    Reason.OTHER_KIND: _Facts(
+        "choose a ControlNet, or a prompt, for the kind of model that is sampled",
+        meaning="The normal model runs: it leaves out what does not fit, or ends the prompt",
+    ),
+    Reason.UNSUPPORTED_INPUT: _Facts(
+        "add the input that the message misses, or remove the one that it names, if you want the engine",
+    ),
+    Reason.ENGINE_FAILED: _Facts("see the log for the error; run again to retry the engine", ends_run=True),
 }
 
 

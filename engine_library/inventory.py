@@ -22,7 +22,6 @@ from .safe_files import open_regular
 log = logging.getLogger(__name__)
 
 READY, STALE, UNCHECKED, BROKEN = "ready", "stale", "unchecked", "broken"
-_STATES = {Reason.BROKEN_ENGINE: BROKEN, Reason.UNCHECKED: UNCHECKED}
 
 MARK_EVERY = 60.0
 """Seconds in which more than one use counts as one."""
@@ -99,7 +98,7 @@ def _entry(path: Path, name: str, usable: Usable, stale: Stale, gpu: str) -> Ent
         log.warning("Hybrid TRT: %s could not be looked at, so it is listed as broken.", folder, exc_info=True)
         what = f"{folder.name} could not be looked at ({type(error).__name__}: {error}); the log has the whole error"
         flaw = Fallback(Reason.BROKEN_ENGINE, what)
-    state = READY if flaw is None else _STATES.get(flaw.reason, STALE)
+    state = READY if flaw is None else flaw.reason.state if flaw.reason.state in (BROKEN, UNCHECKED) else STALE
     used = last_used(engine) if engine is not None else None
     text = used.isoformat(timespec="seconds") if used is not None else None
     return Entry(folder, name, state, "" if flaw is None else str(flaw), _disk_use(folder), engine, text)

@@ -8,7 +8,6 @@ each other's engines, and so do workers with one fleet key, which signs the reco
 from __future__ import annotations
 
 import contextlib
-import functools
 import hashlib
 import hmac
 import json
@@ -23,7 +22,7 @@ from typing import TYPE_CHECKING
 from . import fleet_key, schema
 from .atomic_files import claim, replace, temporary_beside, write_file
 from .fallback import Fallback, Reason
-from .gpu_driver import driver_version
+from .gpu import driver_version
 from .manifest import RECORD_NAME, Manifest
 from .safe_files import is_private, open_regular, read_json
 
@@ -50,7 +49,8 @@ class Record:
         verdict: ``"built"``: made here; ``"refused"``: it computes something else than native.
         why: what is wrong with a refused one.
         parity: figures of the comparison on a device, as in a manifest. On a GPU also its ``driver``, and milliseconds
-            of one call, ``engine_ms`` and ``native_ms``; for an engine of any weights ``refit_s``: seconds to take all.
+            of one call, ``engine_ms`` and ``native_ms``, or the ``relative_time`` of a network in blocks; for an
+            engine of any weights ``refit_s``: seconds to take all.
         gpu: on which GPU it ran and computed what native does; ``""`` on none.
         here: False if it is another worker's, whose fleet key is ours.
     """
@@ -145,14 +145,14 @@ def relative_time(engine: Engine, gpu: str) -> float | None:
     """Return the part of native's time that a call takes, as measured on this GPU: 0.5 is twice as fast.
 
     None without such figures. Engines are timed at their own best sizes, so their milliseconds cannot be compared and
-    their parts of native's time can. Native waits more for launches at small sizes, which flatters engines for those;
-    parts that differ by a few percent are alike.
+    their parts of native's time can; a network in blocks has nothing but this part. Native waits more for launches at
+    small sizes, which flatters engines for those; parts that differ by a few percent are alike.
     """
     record = record_of(engine)
     if not gpu or record is None or record.gpu != gpu:
         return None
     times = call_times([engine])
-    return None if times is None else times[0] / times[1]
+    return figures(engine).get("relative_time") if times is None else times[0] / times[1]
 
 
 def is_slow(engine: Engine, gpu: str) -> bool:
@@ -182,9 +182,10 @@ def why_unusable(engine: Engine, gpu: str = "") -> Fallback | None:
         elsewhere = f"has run on {record.gpu}" if record.gpu else "has not run on a GPU yet"
         text = f"{engine.folder.name} {elsewhere} and was not compared with the normal model on {gpu}"
         return Fallback(Reason.UNCHECKED, text)
-    if gpu and not record.here and (proved := figures(engine).get("driver") or "unknown") != _driver():
+    if gpu and not record.here and (proved := figures(engine).get("driver") or "unknown") != driver_version():
         text = f"{engine.folder.name} was built by another worker with driver {proved}, and here it is"
-        return Fallback(Reason.UNCHECKED, f"{text} {_driver() or 'unknown'}: it was not compared with the normal model")
+        here = driver_version() or "unknown"
+        return Fallback(Reason.UNCHECKED, f"{text} {here}: it was not compared with the normal model")
     return None
 
 
@@ -224,12 +225,6 @@ def _wrote(path: Path, text: str) -> bool:
     except OSError:
         return False
     return True
-
-
-@functools.cache
-def _driver() -> str:
-    """Return the driver's version, asked once per process; ``""`` where it cannot be told."""
-    return driver_version()
 
 
 def _elsewhere(manifest: Manifest) -> Path:

@@ -5,6 +5,7 @@
 
 import { app } from "../../scripts/app.js";
 import { labelRow } from "./lib/labels.mjs";
+import { APPLY_CONTROLNET } from "./lib/node_names.mjs";
 
 const PREFIX = "rows.";
 
@@ -62,6 +63,6 @@ function keepHeight(node, saved) {
 app.registerExtension({
     name: "hybrid_trt.apply_controlnet",
     nodeCreated(node) {
-        if (node.comfyClass === "TRTApplyControlNet") keepRowValues(node);
+        if (node.comfyClass === APPLY_CONTROLNET) keepRowValues(node);
     },
 });

@@ -6,11 +6,11 @@ import { changeAcceleration } from "./lib/accelerate.mjs";
 import { giveMark, titlesOfHolders } from "./lib/badges.mjs";
 import { Builder, runError } from "./lib/build.mjs";
 import { showText } from "./lib/dialog.mjs";
-import { ENGINE_NODES } from "./lib/graph.mjs";
 import { labelValues } from "./lib/labels.mjs";
 import { logLines } from "./lib/log_words.mjs";
 import { NodeView } from "./lib/node_view.mjs";
 import { Live } from "./lib/live.mjs";
+import { COMPARE, ENGINE_NODES, REPORT } from "./lib/node_names.mjs";
 import { inChinese } from "./lib/notes_zh.mjs";
 import { Panel } from "./lib/panel.mjs";
 import { PictureSizes } from "./lib/picture_sizes.mjs";
@@ -126,8 +126,8 @@ function closeSidebar() {
 }
 
 function showRunsOf(node) {
-    if (node.comfyClass === "TRTCompare") return showComparison(node);
-    if (node.comfyClass !== "TRTReport") return showRuns(node);
+    if (node.comfyClass === COMPARE) return showComparison(node);
+    if (node.comfyClass !== REPORT) return showRuns(node);
     const view = workflowView();
     follow(node, "onRemoved", () => view.close());
     // the page finds the type of the first output a moment after it made the node: saved, that would be one more edit to undo
@@ -190,7 +190,11 @@ function hearServer() {
     };
 }
 
-await request(api, "/presets").then(offer, (failure) => console.warn("Hybrid TRT:", failure.message)); // Auto is offered without
+const warn = (failure) => console.warn("Hybrid TRT:", failure.message); // Auto is offered without
+const [backends] = await Promise.all([
+    request(api, "/settings").then((answer) => answer.backends, warn),
+    request(api, "/presets").then(offer, warn),
+]);
 
 app.registerExtension({
     name: "hybrid_trt.page",
@@ -200,7 +204,7 @@ app.registerExtension({
     ],
     menuCommands: [{ path: ["Hybrid TRT"], commands: ["HybridTRT.Accelerate", "HybridTRT.RemoveAcceleration"] }],
     getCanvasMenuItems: accelerateEntries,
-    settings: [...settings(), ...librarySettings(api)],
+    settings: [...settings(backends ?? ["auto"]), ...librarySettings(api)],
     setup() {
         for (const file of ["./style.css", "./panel.css"]) {
             const style = Object.assign(document.createElement("link"), { rel: "stylesheet" });

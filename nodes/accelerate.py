@@ -10,6 +10,7 @@ from comfy_api.latest import io, ui
 
 from ..comfy_model.network import NativeNetwork
 from ..engine_library import Fallback
+from ..node_names import CONTROL_INPUTS
 from ..sampling.controlnet import back_with_engine, native_controlnet
 from ..sampling.engine_handle import EngineHandle
 from ..sampling.engine_status import status
@@ -18,7 +19,6 @@ from ..sampling.native_controls import count_control_as_native
 from ..sampling.vae import native_vae, vae_with_engines
 from . import building, schemas
 from .engines import Place, build, controlnet_network, engine_choice, find, find_vae, for_its_pictures
-from .schemas import CONTROL_INPUTS
 
 if TYPE_CHECKING:
     from comfy.controlnet import ControlBase

@@ -9,7 +9,7 @@ from comfy import model_management
 from comfy import utils as comfy_utils
 
 from ..backends import AUTO, BuildSizes
-from ..backends.lookup import backends_for, builds_meanwhile
+from ..backends.lookup import builds_by_itself
 from ..comfy_model.comfyui_internals import Feature, works
 from ..comfy_model.network import NativeNetwork
 from ..engine_builder import gpu_room
@@ -17,13 +17,13 @@ from ..engine_builder.jobs import Job, State
 from ..engine_builder.order import BuildOrder
 from ..engine_library import Engine, Fallback, Reason, Unavailable
 from ..engine_library.manifest import MANIFEST_NAME
+from ..node_names import BUILD_NOW, IN_BACKGROUND, USE_NATIVE
 from ..page_api.build_orders import running_orders, running_pictures, warms
 from ..page_api.builds import builds, ended, node_states, to_do
 from ..sampling.call_stats import ever_uncovered
 from ..sampling.engine_handle import EngineHandle
 from ..sampling.engine_status import lacks_engine, refused_engines, to_build
 from ..sampling.run_context import executing
-from .schemas import BUILD_NOW, IN_BACKGROUND, USE_NATIVE
 
 NO_BUILDS = "This ComfyUI cannot build it, the command line can; the log says why."
 
@@ -37,11 +37,11 @@ def meaning(when_missing: str, network: NativeNetwork, backend: str) -> str:
     if when_missing != AUTO:
         return when_missing
     try:
-        builder, architecture = backends_for(network, backend)[0], network.architecture().name
+        architecture = network.architecture().name
     except Unavailable:
         return USE_NATIVE
     parameters = sum(parameter.numel() for parameter in network.module.parameters())
-    meanwhile = builds_meanwhile(builder, network.device, architecture, parameters)
+    meanwhile = builds_by_itself(backend, network.device, architecture, parameters)
     return IN_BACKGROUND if meanwhile else USE_NATIVE
 
 
@@ -69,27 +69,22 @@ def build_as_requested(handle: EngineHandle, again: bool) -> None:
     """
     if not works(Feature.BUILDS):
         handle.note = NO_BUILDS
-    elif again or lacks_engine(handle) or refused_engines(handle):
-        for order, anew in _orders(handle):
-            _submit(order, handle, anew)
+        return
+    for order, anew in _orders(handle, again):
+        _submit(order, handle, anew)
 
 
-def _orders(handle: EngineHandle) -> list[tuple[BuildOrder, bool]]:
+def _orders(handle: EngineHandle, again: bool = True) -> list[tuple[BuildOrder, bool]]:
     """Return the orders for what a node lacks, each with True where an engine that is there is built again.
 
-    Engines that could not be opened are built again; all of them are where the node lacks nothing.
+    Engines that could not be opened are built again; all of them are where the node lacks nothing, and ``again``.
     """
-    try:
-        handle.network.architecture()
-        builder = backends_for(handle.network, handle.choice.backend)[0]
-    except Unavailable as refusal:  # no backend can build it, or none for networks of this kind
-        handle.lacks_engine(refusal.fallback)
+    found, lacks, refused = handle.found, lacks_engine(handle), refused_engines(handle)
+    if found is None or found.builder is None or not (again or lacks or refused):
         return []
-    rebuild = refused_engines(handle)
-    if not rebuild and not lacks_engine(handle):
-        rebuild = handle.found.engines if handle.found is not None else ()
+    builder, rebuild = found.builder, refused or (() if lacks else found.engines)
     own = [engine for engine in rebuild if engine.manifest.identity.backend == builder.name]
-    parts = to_build(handle, builder, own) or [BuildSizes(handle.choice.profile, again=not lacks_engine(handle))]
+    parts = to_build(handle, own) or [BuildSizes(handle.choice.profile, again=not lacks)]
     network, precision = handle.network, handle.choice.precision_for(handle.network)
     order = BuildOrder(network, precision, handle.choice.profile, builder, replaceable=handle.choice.replaceable,
                        loras=handle.choice.loras)  # fmt: skip

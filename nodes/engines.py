@@ -16,6 +16,7 @@ from ..backends import AUTO
 from ..backends.lookup import EngineChoice
 from ..comfy_model.network import NativeNetwork
 from ..engine_library import Fallback, Reason, Unavailable
+from ..node_names import USE_NATIVE
 from ..page_api.build_orders import Order, order_of
 from ..page_api.builds import node_states, pending_orders
 from ..page_api.library_folder import library
@@ -39,7 +40,7 @@ from ..sampling.controlnet import native_controlnet
 from ..sampling.engine_handle import EngineHandle
 from ..sampling.engine_status import lacks_engine, status
 from . import building
-from .schemas import BUILT_IN, REPLACEABLE, USE_NATIVE
+from .schemas import BUILT_IN, REPLACEABLE
 
 if TYPE_CHECKING:
     from comfy.controlnet import ControlBase
@@ -154,7 +155,7 @@ def find(network: NativeNetwork, choice: EngineChoice, place: Place) -> EngineHa
     pictures = asked_pictures(order.graph, drawn, name) if order is not None else ()
     pictures = pictures or asked_pictures(all_nodes(place.prompt), place.node_id, name)
     choice = replace(choice, pictures=pictures, loras=loras_before(place.prompt, place.node_id, name))
-    handle = EngineHandle(network, choice, library(), place.node_id, key)
+    handle = EngineHandle.look_up(network, choice, library(), place.node_id, key)
     if place.sizes:
         node_states.also(key, replace(place, sizes={}).key)
     node_states.learn(key, handle)

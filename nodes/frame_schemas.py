@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from comfy_api.latest import io
 
-from ..streaming.frame_nodes import FRAME
+from ..node_names import FRAME, STREAM
 from ..streaming.settings import FOLLOW
 from .schemas import CATEGORY
 
@@ -16,7 +16,7 @@ SAME_SEED, NEW_SEEDS = "the same", "a new one for each frame"
 def stream(samplers: Sequence[str], schedulers: Sequence[str]) -> io.Schema:
     """TRT Stream; with the names of ComfyUI's samplers and schedulers."""
     return io.Schema(
-        node_id="TRTStream",
+        node_id=STREAM,
         display_name="TRT Stream",
         category=CATEGORY,
         description="Samples frame after frame without a pause: a batch of frames, for example of a video, or live "

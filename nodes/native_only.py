@@ -12,6 +12,7 @@ from comfy.samplers import KSampler
 from comfy_api.latest import io, ui
 
 from ..comfy_model.comfyui_internals import Feature, switched_off
+from ..node_names import CONTROL_INPUTS
 from . import frame_schemas, schemas
 from .apply_controlnet import TRTApplyControlNet
 from .compare import TRTCompare
@@ -33,7 +34,7 @@ class TRTAccelerate(io.ComfyNode):
 
     @classmethod
     def execute(cls, model: Any, vae: Any = None, **given: Any) -> io.NodeOutput:
-        controls = [given.get(name) for name in schemas.CONTROL_INPUTS]
+        controls = [given.get(name) for name in CONTROL_INPUTS]
         return io.NodeOutput(model, vae, *controls, ui=ui.PreviewText(why()))
 
 

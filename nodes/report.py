@@ -13,6 +13,7 @@ from comfy_execution.progress import get_progress_state
 from server import PromptServer
 
 from ..comfy_model.comfyui_internals import Feature, works
+from ..node_names import REPORT
 from ..page_api.read_graph import nodes_of
 from ..page_api.workflow_graph import drawn_id, drawn_upstream, upstream
 from ..sampling.call_stats import CallStats, prompt_stats, want_times
@@ -23,7 +24,6 @@ from ..sampling.report import as_drawn, plot, report_text, verdict
 from ..sampling.run_context import executing
 from . import schemas
 from .compare import in_one_line
-from .schemas import REPORT as NODE_ID
 
 log = logging.getLogger(__name__)
 
@@ -100,14 +100,14 @@ def report_json(rows: list[CallStats], streams: Sequence[FrameTimes] = ()) -> di
 def _wants_times(prompt_id: str) -> bool:
     """Tell whether a prompt that is being executed has a report that times calls."""
     nodes = _running().get(prompt_id, {}).values()
-    return any(n["class_type"] == NODE_ID and n["inputs"].get("time_calls", True) is not False for n in nodes)
+    return any(n["class_type"] == REPORT and n["inputs"].get("time_calls", True) is not False for n in nodes)
 
 
 def _wants_plot(node_id: str) -> bool:
     """Tell whether the plot of a report in a prompt that is being executed goes anywhere, or may."""
     node_id = drawn_id(get_progress_state().dynprompt, node_id)  # in a loop it is a copy
     nodes = next((nodes for nodes in _running().values() if node_id in nodes), None)
-    if nodes is None or nodes[node_id]["class_type"] != NODE_ID:  # a node that another one put there
+    if nodes is None or nodes[node_id]["class_type"] != REPORT:  # a node that another one put there
         return True
     return any([node_id, PLOT] == value for node in nodes.values() for value in node["inputs"].values())
 

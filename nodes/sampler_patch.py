@@ -66,7 +66,7 @@ def _for_model(model: ModelPatcher, engine: EngineHandle) -> tuple[EngineHandle,
 
 def _handle_of(network: NativeNetwork, engine: EngineHandle) -> EngineHandle:
     """The handle of the same node for another network of its kind; what became of its build stays known."""
-    found = EngineHandle(network, engine.choice, engine.library, engine.node_id, engine.node_key)
+    found = engine.like(network)
     told = engine.fallback is not None and engine.fallback.reason in (Reason.BUILD_FAILED, Reason.BUILT_ELSEWHERE)
     if told and found.session is None and found.fallback.reason is Reason.NO_ENGINE:
         found.lacks_engine(engine.fallback)

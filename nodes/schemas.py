@@ -6,22 +6,28 @@ from comfy_api.latest import io
 
 from ..architectures.shapes import MOST, PRECISIONS, TOKEN_STEP, VAE_SETTINGS
 from ..backends import AUTO, backends
-
-USE_NATIVE = "use native"
-BUILD_NOW = "build now"
-IN_BACKGROUND = "build in background"
-WHEN_MISSING = (AUTO, USE_NATIVE, BUILD_NOW, IN_BACKGROUND)
+from ..node_names import (
+    ACCELERATE,
+    APPLY_CONTROLNET,
+    BUILD_NOW,
+    COMPARE,
+    CONTROL_INPUTS,
+    CONTROLNET_ENGINE,
+    IN_BACKGROUND,
+    REPORT,
+    SAMPLER_PATCH,
+    UNET_ENGINE,
+    USE_NATIVE,
+    VAE_ENGINE,
+    WHEN_MISSING,
+)
 
 MAX_ROWS = 16
-REPORT = "TRTReport"
 UNetEngine = io.Custom("TRT_UNET_ENGINE")
 
 CATEGORY = "Hybrid TRT"
 SEARCHED_FOR = ["tensorrt", "speed", "speed up", "fast", "faster", "accelerate", "optimize", "compile", "engine"]
 """Words that people search for who want a faster workflow: they find TRT Accelerate."""
-
-CONTROL_INPUTS = ("control_net_1", "control_net_2", "control_net_3", "control_net_4")
-"""The ControlNets of TRT Accelerate."""
 
 BUILT_IN, REPLACEABLE = "built in", "replaceable"
 """Weights that an engine has: one model's with its LoRAs, or those of whatever is sampled."""
@@ -31,7 +37,7 @@ def accelerate() -> io.Schema:
     """TRT Accelerate."""
     control = "Runs on an engine of its own and comes out of the output of the same name."
     return io.Schema(
-        node_id="TRTAccelerate",
+        node_id=ACCELERATE,
         display_name="TRT Accelerate",
         category=CATEGORY,
         description="Makes a workflow faster: the model and its ControlNets run on compiled engines, with the same "
@@ -55,7 +61,7 @@ def accelerate() -> io.Schema:
 def unet_engine() -> io.Schema:
     """TRT UNet Engine."""
     return io.Schema(
-        node_id="TRTUNetEngine",
+        node_id=UNET_ENGINE,
         display_name="TRT UNet Engine",
         category=CATEGORY,
         description="Finds the compiled engine for this model's UNet in models/trt_engines, or builds it. LoRAs "
@@ -70,7 +76,7 @@ def unet_engine() -> io.Schema:
 def controlnet_engine() -> io.Schema:
     """TRT ControlNet Engine."""
     return io.Schema(
-        node_id="TRTControlNetEngine",
+        node_id=CONTROLNET_ENGINE,
         display_name="TRT ControlNet Engine",
         category=CATEGORY,
         description="Finds the compiled engine for this ControlNet in models/trt_engines, or builds it. The output "
@@ -85,7 +91,7 @@ def controlnet_engine() -> io.Schema:
 def vae_engine() -> io.Schema:
     """TRT VAE Engine."""
     return io.Schema(
-        node_id="TRTVAEEngine",
+        node_id=VAE_ENGINE,
         display_name="TRT VAE Engine",
         category=CATEGORY,
         description="Decodes and encodes pictures on compiled engines. Wire it behind the loader of the VAE; the "
@@ -100,7 +106,7 @@ def vae_engine() -> io.Schema:
 def sampler_patch() -> io.Schema:
     """TRT Sampler Patch."""
     return io.Schema(
-        node_id="TRTSamplerPatch",
+        node_id=SAMPLER_PATCH,
         display_name="TRT Sampler Patch",
         category=CATEGORY,
         description="Routes the UNet, ControlNet residuals included, into its engine. Every step that the engine "
@@ -124,7 +130,7 @@ def apply_controlnet() -> io.Schema:
         for count in range(1, MAX_ROWS + 1)
     ]
     return io.Schema(
-        node_id="TRTApplyControlNet",
+        node_id=APPLY_CONTROLNET,
         display_name="TRT Apply ControlNet",
         category=CATEGORY,
         description="Applies several ControlNets at once, each with its own image, strength and range. Rows may be "
@@ -193,7 +199,7 @@ def report() -> io.Schema:
 def compare() -> io.Schema:
     """TRT Compare."""
     return io.Schema(
-        node_id="TRTCompare",
+        node_id=COMPARE,
         display_name="TRT Compare",
         category=CATEGORY,
         description="Shows how far an accelerated picture is from the normal one: PSNR, SSIM, the largest difference "
@@ -227,13 +233,13 @@ def _settings() -> list[io.Input]:
     """The inputs after the model, the same on both engine nodes."""
     return [
         io.Combo.Input(
-            "when_missing",
+            WHEN_MISSING,
             display_name="If no engine yet",
-            options=list(WHEN_MISSING),
+            options=[AUTO, USE_NATIVE, BUILD_NOW, IN_BACKGROUND],
             default=AUTO,
             tooltip="What to do when the library has no engine for this model: run at normal speed; build one "
             "first; or run at normal speed and build one meanwhile, which the next prompt uses. auto builds "
-            "meanwhile with the torch backend, and runs at normal speed with the others.",
+            "meanwhile with the torch backend where the GPU has room, and runs at normal speed otherwise.",
         ),
         _size("min_size", "Smallest size", "Smallest width or height in pixels."),
         _size("opt_size", "Best size", "Size in pixels to be fastest at."),
@@ -273,7 +279,8 @@ def _settings() -> list[io.Input]:
             options=[AUTO, *backends()],
             default=AUTO,
             tooltip="Who builds and runs the engine; auto takes the one that was the fastest on this GPU, "
-            "else torch on NVIDIA GPUs and onnxruntime on the CPU, with which it also builds.",
+            "else torch on NVIDIA GPUs and onnxruntime on the CPU, with which it also builds."
+            + "".join(f" {name} is {one.notice}." for name, one in backends().items() if one.notice),
             advanced=True,
         ),
         io.Combo.Input(

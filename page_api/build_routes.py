@@ -12,6 +12,7 @@ from aiohttp import web
 from server import PromptServer
 
 from ..engine_builder.jobs import Job
+from ..node_names import ENGINE_NODES
 from ..saved_workflows.accelerate import accelerate, remove
 from ..saved_workflows.graph import Workflow, WorkflowError, change, damage_told
 from . import library_routes
@@ -20,7 +21,6 @@ from .http import PREFIX, Refused, answer, changes, read_json, reads, strict_jso
 from .outlook import wish_of
 from .read_graph import class_of
 from .workflow_graph import (
-    ENGINE_NODES,
     BadPrompt,
     alone,
     called_with,

@@ -13,12 +13,12 @@ from server import PromptServer
 from ..architectures.shapes import SIZE_NAMES
 from ..comfy_model.comfyui_internals import Feature, switched_off
 from ..engine_builder.jobs import Job
+from ..node_names import BUILD_NOW, ENGINE_NODES, REPORT, USE_NATIVE, WHEN_MISSING
 from .build_routes import states
 from .builds import builds
 from .prompt_errors import failure, refusal
-from .workflow_graph import ENGINE_NODES
 
-REPORT = "hybrid_trt_build"
+_REPORT_ID = "hybrid_trt_build"
 
 
 def build_graph(prompt: Mapping[str, Any], tell: Callable[[str, float], None]) -> dict[str, dict]:
@@ -39,7 +39,7 @@ def build_graph(prompt: Mapping[str, Any], tell: Callable[[str, float], None]) -
     engines = [node for node, entry in prompt.items() if entry["class_type"] in ENGINE_NODES]
     executor = PromptExecutor(PromptServer.instance, CacheType.CLASSIC, {"lru": 0, "ram": 0, "ram_inactive": 0})
     tell("loading the models", 0.0)
-    _run(executor, _with(prompt, engines, {"when_missing": "use native"}))
+    _run(executor, _with(prompt, engines, {WHEN_MISSING: USE_NATIVE}))
     sized = dict(prompt)
     for node, state in states(prompt, [[node] for node in engines]).items():
         auto = state["sizes"]["auto"]
@@ -50,7 +50,7 @@ def build_graph(prompt: Mapping[str, Any], tell: Callable[[str, float], None]) -
         tell(f"{job.label}: {job.phase}", job.fraction)
 
     builds.subscribe(changed)
-    _run(executor, _with(sized, engines, {"when_missing": "build now"}))
+    _run(executor, _with(sized, engines, {WHEN_MISSING: BUILD_NOW}))
     return states(sized, [[node] for node in engines])
 
 
@@ -62,7 +62,7 @@ def _with(prompt: Mapping[str, Any], nodes: list[str], inputs: Mapping[str, Any]
 def _run(executor: PromptExecutor, prompt: dict[str, Any]) -> None:
     """Run the engine nodes of a prompt, and what they depend on, alone."""
     engines = [node for node, entry in prompt.items() if entry["class_type"] in ENGINE_NODES]
-    reports = {f"{REPORT}_{node}": {"class_type": "TRTReport", "inputs": {"after": [node, 0]}} for node in engines}
+    reports = {f"{_REPORT_ID}_{node}": {"class_type": REPORT, "inputs": {"after": [node, 0]}} for node in engines}
     prompt, prompt_id = {**prompt, **reports}, uuid.uuid4().hex
     valid, error, outputs, refused = asyncio.run(validate_prompt(prompt_id, prompt, list(reports)))
     if (why := refusal(None if valid else error, refused)) is not None:

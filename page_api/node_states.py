@@ -36,8 +36,6 @@ from .outlook import NodeRequest, builds_by_itself, parameters_of, refused_by_fi
 MAX_NODES = 500
 MOST_SPEED = 1e6
 """Times as fast as native: what is more comes of figures that nobody measured."""
-MISSING = {Reason.NO_ENGINE: "none", Reason.STALE_ENGINE: "stale", Reason.BROKEN_ENGINE: "stale",
-           Reason.UNCHECKED: "unchecked"}  # fmt: skip
 
 
 class NodeStates:
@@ -176,7 +174,7 @@ class NodeStates:
                 answer |= {"state": "stale", "text": text}
             return answer, known, engines
         text = known.without_engine or fallback.sentence()
-        answer |= {"state": MISSING.get(fallback.reason, "unavailable"), "text": text}
+        answer |= {"state": fallback.reason.state, "text": text}
         answer["outlook"] = self._outlook(known, wish, True)
         if known.without_engine:
             answer["any_size"] = True  # live weights serve, whatever the profile says
@@ -231,8 +229,9 @@ class NodeStates:
         if not same:
             parameters = parameters_of(wish, parameters, (known.source or {}).get("size", 0))
         took, live = seconds(
-            self._library, wish.backend or known.backend, known.device, known.kind, known.precision, parameters
-        )
+            self._library, wish.backend or known.backend, known.device, known.kind, known.architecture,
+            known.precision, parameters,
+        )  # fmt: skip
         return {"why": why, "seconds": took, "certain": certain, "live": live}
 
     def _look_up(self, known: NodeRecord) -> tuple[list[Engine], Fallback]:
@@ -241,13 +240,10 @@ class NodeStates:
         if not known.architecture:
             return [], refusal
         if not known.weights:
-            return [], refusal if refusal.reason not in MISSING else Fallback(Reason.NO_ENGINE, refusal.detail)
+            return [], refusal if refusal.reason.state == "unavailable" else Fallback(Reason.NO_ENGINE, refusal.detail)
         device = torch.device(known.device)
         query = EngineQuery(known.architecture, [known.weights], known.precision, Profile.from_json(known.profile))
-        try:
-            found = look_up_known(self._library, query, known.backend, device)
-        except Unavailable as unavailable:
-            return [], unavailable.fallback
+        found = look_up_known(self._library, query, known.backend, device)
         return list(found.engines), refusal if found.engines else found.passed_over or refusal
 
     def _keep(self, key: str, known: NodeRecord) -> None:

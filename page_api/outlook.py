@@ -16,15 +16,16 @@ from safetensors import SafetensorError, safe_open
 
 from ..architectures import Role, may_be_served, patch_nodes
 from ..architectures.shapes import SIZE_NAMES, Picture, RequestedSizes
-from ..backends import AUTO
-from ..backends.lookup import builds_meanwhile, usable_backends
+from ..backends import AUTO, lookup
+from ..backends.lookup import usable_backends
 from ..engine_builder.expected_time import expected
 from ..engine_library import Fallback, Library, Reason, Unavailable
+from ..node_names import CONTROLNET_ENGINE, UNET_ENGINE, VAE_ENGINE
 from .read_graph import class_of, inputs_of
-from .workflow_graph import NETWORK_INPUTS, VAE_ENCODER, VAE_ENGINE, model_name, upstream
+from .workflow_graph import NETWORK_INPUTS, VAE_ENCODER, model_name, upstream
 
 KINDS = {
-    "TRTUNetEngine": Role.BACKBONE.value, "TRTControlNetEngine": Role.CONTROLNET.value,
+    UNET_ENGINE: Role.BACKBONE.value, CONTROLNET_ENGINE: Role.CONTROLNET.value,
     VAE_ENGINE: Role.VAE_DECODER.value, VAE_ENCODER: Role.VAE_ENCODER.value,
 }
 VAES = (Role.VAE_DECODER, Role.VAE_ENCODER)
@@ -135,14 +136,14 @@ def _file_of(wish: NodeRequest) -> str | None:
 
 
 def seconds(
-    library: Library, backend: str, device: str, kind: str, precision: str, parameters: int
+    library: Library, backend: str, device: str, kind: str, family: str, precision: str, parameters: int
 ) -> tuple[float | None, bool]:
     """Return the seconds that an engine takes to build here, None when not known, and whether the torch backend
     serves without one, so that nothing has to be built at all."""
     try:
         usable = usable_backends(backend, torch.device(device))
         chosen = usable[0]
-        known = expected(library, kind, chosen.name, precision, chosen.target(torch.device(device)), parameters)
+        known = expected(library, kind, family, chosen.name, precision, chosen.target(torch.device(device)), parameters)
         return known, kind not in VAES and any(one.runs_live_weights for one in usable)
     except (Unavailable, RuntimeError):  # no such backend, or no such device any more
         return None, False
@@ -151,9 +152,8 @@ def seconds(
 def builds_by_itself(backend: str, device: str, architecture: str, parameters: int) -> bool:
     """Tell whether a node whose choice is ``auto`` has an engine built in the background."""
     try:
-        where = torch.device(device)
-        return builds_meanwhile(usable_backends(backend, where)[0], where, architecture, parameters)
-    except (Unavailable, RuntimeError):  # as in ``seconds``
+        return lookup.builds_by_itself(backend, torch.device(device), architecture, parameters)
+    except RuntimeError:  # as in ``seconds``
         return False
 
 

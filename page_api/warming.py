@@ -19,6 +19,7 @@ from server import PromptServer
 
 import nodes
 
+from ..node_names import REPORT
 from ..sampling.call_stats import prompt_stats
 from ..saved_workflows.api_format import is_prompt
 from .build_orders import WARM, queued
@@ -29,7 +30,6 @@ log = logging.getLogger(__name__)
 
 WAITING, WARMING, WARM_NOW, FAILED = "waiting", "warming", "warm", "failed"
 POLL_SECONDS = 0.1
-_REPORT = "TRTReport"
 
 
 class NotWarmed(Exception):
@@ -83,7 +83,7 @@ def without_files(prompt: Mapping[str, Any]) -> dict[str, Any]:
     links = dict.fromkeys((*value,) for end in ends for value in prompt[end]["inputs"].values() if is_link(value))
     kept = {key: node for key, node in prompt.items() if key not in ends}
     for number, link in enumerate(links):
-        kept[f"{WARM}_{number}"] = {"class_type": _REPORT, "inputs": {"after": list(link), "time_calls": False}}
+        kept[f"{WARM}_{number}"] = {"class_type": REPORT, "inputs": {"after": list(link), "time_calls": False}}
     return kept
 
 

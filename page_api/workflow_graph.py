@@ -16,15 +16,14 @@ from comfy_execution.graph import DynamicPrompt
 
 from ..architectures import patch_nodes
 from ..architectures.shapes import VAE_SETTINGS, Picture
+from ..node_names import ACCELERATE, CONTROLNET_ENGINE, STREAM, UNET_ENGINE, VAE_ENGINE, WHEN_MISSING
 from ..streaming.settings import STEPS_AS_BATCH
 from .read_graph import class_of, inputs_of, is_link, is_node, node_of, nodes_of
 
 MODEL_NAME_INPUTS = ("unet_name", "ckpt_name", "control_net_name", "vae_name", "model_name")
-ACCELERATE, VAE_ENGINE, VAE_ENCODER = "TRTAccelerate", "TRTVAEEngine", "TRTVAEEngine (encode)"
-STREAM = "TRTStream"
-ENGINE_NODES = ("TRTUNetEngine", "TRTControlNetEngine", VAE_ENGINE, ACCELERATE)
+VAE_ENCODER = f"{VAE_ENGINE} (encode)"
 NETWORK_INPUTS = {
-    "TRTUNetEngine": ("model",), "TRTControlNetEngine": ("control_net",), VAE_ENGINE: ("vae",), VAE_ENCODER: ("vae",),
+    UNET_ENGINE: ("model",), CONTROLNET_ENGINE: ("control_net",), VAE_ENGINE: ("vae",), VAE_ENCODER: ("vae",),
 }
 """The inputs by which networks come into nodes for one network. That for a VAE's encoder stands in keys alone."""
 
@@ -39,7 +38,7 @@ _OF_VIDEO = {"width", "height", "length", "batch_size"}
 _OF_ONE_PROMPT = {"model", "conditioning"}
 """Links into a guider that samples with one prompt, without CFG."""
 
-_IGNORED = ("when_missing", "opt_size")
+_IGNORED = (WHEN_MISSING, "opt_size")
 """Inputs that say nothing about which engine it is; one that is best at another size serves."""
 MAX_DEPTH = 200
 MAX_NESTING = 50
@@ -296,8 +295,8 @@ def alone(prompt: Mapping[str, Any], node_id: str, input_name: str) -> Mapping[s
         return prompt
     settings = {name: value for name, value in inputs.items()
                 if name not in ("model", "vae") and not name.startswith("control_net_")}  # fmt: skip
-    kinds = {"model": "TRTUNetEngine", DECODE: VAE_ENGINE, ENCODE: VAE_ENCODER}
-    kind = kinds.get(input_name, "TRTControlNetEngine")
+    kinds = {"model": UNET_ENGINE, DECODE: VAE_ENGINE, ENCODE: VAE_ENCODER}
+    kind = kinds.get(input_name, CONTROLNET_ENGINE)
     if kind in (VAE_ENGINE, VAE_ENCODER):
         settings = {name: value for name, value in settings.items() if name in VAE_SETTINGS}
     network = inputs.get(input_name.partition(":")[0])

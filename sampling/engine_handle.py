@@ -34,9 +34,6 @@ _one_at_a_time = threading.RLock()
 """Held while a call is given to an engine: ComfyUI calls from several threads where it shares a step among GPUs. Much
 that is done then is for the whole process, such as torch's choice of an attention. The GPUs themselves run at once."""
 
-FOR_THE_RUN = (Reason.ENGINE_FAILED, Reason.BROKEN_ENGINE, Reason.WRONG_GPU)
-"""Reasons of one call that leave the rest of the run to native."""
-
 
 class EngineHandle(Shared):
     """Stands for "the engine of this network" until a call needs it.
@@ -46,7 +43,7 @@ class EngineHandle(Shared):
     Attributes:
         patcher: by which ComfyUI's memory management sees the engine.
         bind: makes calls those of the engine; set whenever a session is.
-        found: what the last look-up found, or None.
+        found: what the last look-up found; None where the network can have no engine.
         fallback: why native serves, or None.
         note: what the node says besides, for example that a build is under way.
         encodes_prompts: whether a part of the network runs once per prompt; meant for backbones.
@@ -74,8 +71,20 @@ class EngineHandle(Shared):
         self._watch = NetworkWatch(network)
         self._range = range_of(network)
         self._weight_patches = WeightPatches(network.patcher)
+
+    @staticmethod
+    def look_up(
+        network: NativeNetwork, choice: EngineChoice, library: Library, node_id: str, node_key: str = ""
+    ) -> EngineHandle:
+        """Return a handle whose engine has been looked up."""
+        handle = EngineHandle(network, choice, library, node_id, node_key)
         network.undo_foreign_patches()
-        self.refresh()
+        handle.refresh()
+        return handle
+
+    def like(self, network: NativeNetwork) -> EngineHandle:
+        """Return a handle of the same node for another network of this kind."""
+        return EngineHandle.look_up(network, self.choice, self.library, self.node_id, self.node_key)
 
     @property
     def session(self) -> Session | None:
@@ -99,10 +108,10 @@ class EngineHandle(Shared):
         told = self.fallback is not None and self.fallback.reason in (Reason.BUILD_FAILED, Reason.BUILT_ELSEWHERE)
         if not told or fallback.reason is not Reason.NO_ENGINE:
             self.fallback = fallback
-        self.found = self.patcher.model.session = None
+        self.patcher.model.session = None
 
     def _look_up(self) -> Session:
-        network = self.network
+        network, self.found = self.network, None
         if network.role is Role.BACKBONE:  # a VAE's clone may be loaded just to be called now
             network.undo_foreign_patches()
         try:
@@ -237,7 +246,7 @@ class EngineHandle(Shared):
                     result = bound.finish(session.run(bound.inputs, bound.extras, bound.late))
             except (Unsupported, Unavailable) as error:
                 fallback = _as_fallback(error)
-                if fallback.reason in FOR_THE_RUN and not fallback.this_call_only:
+                if fallback.reason.ends_run and not fallback.this_call_only:
                     self.give_up(fallback)
             else:
                 self._served = stats

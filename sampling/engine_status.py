@@ -8,19 +8,13 @@ from collections.abc import Sequence
 from ..architectures import symbols_of
 from ..architectures.calls import EVERY_SIZE, RequestedCalls, UncoveredCall, file_sizes, words_of
 from ..architectures.shapes import outside
-from ..backends import Backend, BuildSizes
-from ..backends.lookup import backends_for, takes_any_weights
+from ..backends import BuildSizes, backends
+from ..backends.lookup import takes_any_weights
 from ..comfy_model.attention import remark
-from ..engine_library import Engine, Reason
+from ..engine_library import Engine
 from ..sessions.session import refusal_of
 from .call_stats import last_run
 from .engine_handle import EngineHandle
-
-BUILDABLE = (
-    Reason.NO_ENGINE, Reason.BUILT_ELSEWHERE, Reason.STALE_ENGINE, Reason.BROKEN_ENGINE, Reason.UNCHECKED,
-    Reason.WRONG_GPU,
-)  # fmt: skip
-"""Reasons for running native that a build ends."""
 
 
 def requested_calls(handle: EngineHandle) -> RequestedCalls:
@@ -38,18 +32,18 @@ def requested_calls(handle: EngineHandle) -> RequestedCalls:
 def lacks_engine(handle: EngineHandle) -> bool:
     """Tell whether a build would serve more calls than now, or faster."""
     if handle.session is None:
-        return handle.fallback.reason in BUILDABLE
-    builder = backends_for(handle.network, handle.choice.backend)[0]
-    return bool(to_build(handle, builder))
+        return handle.fallback.reason.a_build_ends_it
+    return bool(to_build(handle))
 
 
-def to_build(handle: EngineHandle, builder: Backend, rebuild: Sequence[Engine] = ()) -> list[BuildSizes]:
-    """List what a backend should build for a node; engines of other backends keep the calls that they serve."""
+def to_build(handle: EngineHandle, rebuild: Sequence[Engine] = ()) -> list[BuildSizes]:
+    """List what should be built for a node; engines of other backends keep the calls that they serve."""
     found, calls = handle.found, requested_calls(handle)
-    own = [] if found is None else found.engines_of(builder)
-    parts = builder.to_build(handle.network, calls, own, rebuild)
-    others = [] if found is None else [engine for engine in found.engines if engine not in own]
-    for engine in others:
+    if found is None or found.builder is None:
+        return []
+    own = found.engines_of(found.builder)
+    parts = found.builder.to_build(handle.network, calls, own, rebuild)
+    for engine in (engine for engine in found.engines if engine not in own):
         parts = [left for part in parts if (left := _beyond(part, engine, calls)) is not None]
     return parts
 
@@ -83,9 +77,11 @@ def status(handle: EngineHandle) -> str:
     text = session.status(handle.choice.profile)
     if session.engines and session.refusal is None:
         text += _not_compiled(handle)
+        name = session.engines[0].manifest.identity.backend
+        if notice := backends()[name].notice:
+            text += f". {name} is {notice}"
         wants_any = handle.choice.replaceable and not session.follows_patches
         if wants_any and not takes_any_weights(handle.choice, network.device):
-            name = session.engines[0].manifest.identity.backend
             text += f". {name} has no engines for any checkpoint and LoRA: this one is for this model only"
     its = remark(network.parts[0].module, network.patcher, network.prefix)
     return ". ".join(filter(None, (text, its, handle.note)))
@@ -93,8 +89,7 @@ def status(handle: EngineHandle) -> str:
 
 def _not_compiled(handle: EngineHandle) -> str:
     """Name the calls that are asked for and that no file is for."""
-    builder = backends_for(handle.network, handle.choice.backend)[0]
-    calls = [call for part in to_build(handle, builder) for call in part.calls]
+    calls = [call for part in to_build(handle) for call in part.calls]
     architecture = handle.network.architecture()
     words = dict.fromkeys(words_of(architecture, file_sizes(architecture, call)) for call in calls)
     how = "as a CUDA graph" if handle.network.device.type == "cuda" else "eagerly"

@@ -103,9 +103,7 @@ def with_tokens_kept(model: ModelPatcher) -> ModelPatcher:
     router = next(iter(model.get_wrappers(WrappersMP.DIFFUSION_MODEL, KEY)), None)
     if not isinstance(router, BackboneRouter) or router._refusal is not None:
         return model
-    known = router._handle
-    network = replace(known.network, keeps_tokens=True)
-    handle = EngineHandle(network, known.choice, known.library, known.node_id, known.node_key)
+    handle = router._handle.like(replace(router._handle.network, keeps_tokens=True))
     return model if handle.fallback is not None else patch_model(model, handle)
 
 

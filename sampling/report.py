@@ -26,8 +26,6 @@ NOTHING = (
     "No engine was asked for in this prompt: no TRT node lies before this one, or the sampler's result came from "
     "ComfyUI's cache."
 )
-BUILDABLE = (Reason.NO_ENGINE, Reason.STALE_ENGINE, Reason.BROKEN_ENGINE, Reason.WRONG_GPU)
-"""Reasons that a build with the present settings removes."""
 SLOW_START = 3
 """A first call slower than this many usual ones is shown apart: it loaded the engine or the model."""
 MAX_DETAIL = 90
@@ -134,7 +132,7 @@ def verdict(rows: Sequence[CallStats]) -> Verdict:
             networks.setdefault((row.engine_node, row.name), []).append(row)
     native = [key for key, own in networks.items() if any(row.native for row in own)]
     advice = [row.advice(Reason(reason)) for row in rows for reason in row.reasons]
-    missing = [node for node, name in native if any(Reason(r) in BUILDABLE for row in networks[node, name]
+    missing = [node for node, name in native if any(Reason(r).lacks_engine for row in networks[node, name]
                                                     for r in row.reasons)]
     kinds = ("native",) if native else ("engine", "native")
     spent = sum(took for row in rows for kind in kinds for took in of_kind(row, kind))

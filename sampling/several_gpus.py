@@ -103,7 +103,7 @@ def on_its_gpu(handle: EngineHandle, copy: ModelPatcher) -> EngineHandle:
     patcher.set_additional_models(COPIES, [])
     PatchesOnGpus().plan(handle.network.patcher, patcher)
     network = NativeNetwork.of_model(patcher, handle.network.label)
-    found = _like(handle, replace(network, keeps_tokens=handle.network.keeps_tokens))
+    found = handle.like(replace(network, keeps_tokens=handle.network.keeps_tokens))
     found.patcher.clone_base_uuid = handle.patcher.clone_base_uuid  # so ComfyUI makes no other one
     return found
 
@@ -139,11 +139,7 @@ def _control_on(control: ControlNet, model: EngineControlModel, device: torch.de
             native.control_model = native_copy(model.native)
         native.control_model_wrapped = ModelPatcher(native.control_model, device, before.offload_device)
         network = replace(model.network, patcher=native.control_model_wrapped, module=native.control_model)
-        model.on_gpus[device] = back_with_engine(native, _like(model.handle, network)).control_model
+        model.on_gpus[device] = back_with_engine(native, model.handle.like(network)).control_model
     made.control_model = model.on_gpus[device]
     made.control_model_wrapped = made.control_model.patcher
     return made
-
-
-def _like(handle: EngineHandle, network: NativeNetwork) -> EngineHandle:
-    return EngineHandle(network, handle.choice, handle.library, handle.node_id, handle.node_key)

@@ -12,26 +12,30 @@ from dataclasses import replace
 from itertools import starmap
 from typing import Any
 
+from ..node_names import (
+    ACCELERATE,
+    CONTROL_INPUTS,
+    CONTROLNET_ENGINE,
+    SAMPLER_PATCH,
+    UNET_ENGINE,
+    VAE_ENGINE,
+)
 from .graph import GET, INPUT_NODE, OUTPUT_NODE, SET, Graph, Link, Node, Port, Workflow, is_ours, name_of
 from .layout import place
 from .sockets import kind_of
 
-ACCELERATE, CONTROL_ENGINE, UNET_ENGINE = "TRTAccelerate", "TRTControlNetEngine", "TRTUNetEngine"
-VAE_ENGINE = "TRTVAEEngine"
-ENGINE_NODES = (ACCELERATE, CONTROL_ENGINE, UNET_ENGINE, VAE_ENGINE)
-CONTROLS = tuple(f"control_net_{number}" for number in (1, 2, 3, 4))
 PASSES_ON = {
-    ACCELERATE: ("model", "vae", *CONTROLS),
-    CONTROL_ENGINE: ("control_net",),
+    ACCELERATE: ("model", "vae", *CONTROL_INPUTS),
+    CONTROLNET_ENGINE: ("control_net",),
     VAE_ENGINE: ("vae",),
-    "TRTSamplerPatch": ("model",),
+    SAMPLER_PATCH: ("model",),
 }
 """Our nodes that hand on what they get: their inputs in the order of their outputs."""
 SERVING = (*PASSES_ON, UNET_ENGINE)
 """Our nodes that bring engines, behind which none is missing. TRT Stream only takes what it gets."""
-SIZES = {ACCELERATE: (330.0, 400.0), CONTROL_ENGINE: (330.0, 300.0)}
+SIZES = {ACCELERATE: (330.0, 400.0), CONTROLNET_ENGINE: (330.0, 300.0)}
 _KINDS = {"model": "MODEL", "vae": "VAE"}
-_CHANGES_WEIGHTS = re.compile("lora|modelmerge|^ZImageFunControlnet$|^AnimaLLLiteApply$", re.IGNORECASE)
+_CHANGES_WEIGHTS = re.compile("lora|modelmerge", re.IGNORECASE)
 _NO_VAE_ENGINE = re.compile(
     r"(?<![a-z])wan|qwen|hunyuan|ltx|cosmos|mochi|cogvideo|taehv|taew|audio|ace_step", re.IGNORECASE)
 """Names of VAEs of videos and sounds, which no engine serves."""
@@ -49,7 +53,7 @@ def accelerate(workflow: Workflow) -> list[Node]:
     for source in sorted(_sources(workflow, "MODEL"), key=lambda port: len(_before(workflow, port))):
         for port, links in list(_model_places(workflow, source, seen)):
             added.append((port.graph, _insert(workflow, port, links, ACCELERATE, "model")))
-    for kind, names in (("CONTROL_NET", CONTROLS), ("VAE", ("vae",))):
+    for kind, names in (("CONTROL_NET", CONTROL_INPUTS), ("VAE", ("vae",))):
         ours = [(graph, node) for graph, node in added if node["type"] == ACCELERATE]
         branches = [(graph, node, set(graph.needing(node["id"]))) for graph, node in ours]
         for port in list(_sources(workflow, kind)):
@@ -60,7 +64,7 @@ def accelerate(workflow: Workflow) -> list[Node]:
                 any(_take(workflow, node, name, port, own) for name in names)
             links = [link for link in links if port.graph.links[link.id] == link]
             if links and kind == "CONTROL_NET":
-                added.append((port.graph, _insert(workflow, port, links, CONTROL_ENGINE, "control_net")))
+                added.append((port.graph, _insert(workflow, port, links, CONTROLNET_ENGINE, "control_net")))
     workflow.save()
     return [node for _, node in added]
 
@@ -149,7 +153,8 @@ def _model_places(workflow: Workflow, source: Port, seen: set[Port]) -> Iterator
 
 def _changes_weights(graph: Graph, node: Node) -> bool:
     """Tell whether a node gives a MODEL other weights, as LoRAs do, or a patch with weights that engines compute."""
-    changes = bool(_CHANGES_WEIGHTS.search(node["type"])) and not is_ours(node)
+    patch = any(kind_of(socket) == "MODEL_PATCH" for socket in node.get("inputs") or ())
+    changes = (patch or bool(_CHANGES_WEIGHTS.search(node["type"]))) and not is_ours(node)
     return changes and "MODEL" in graph.made(node).values()
 
 

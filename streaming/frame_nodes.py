@@ -16,14 +16,13 @@ import torch
 from comfy.controlnet import ControlBase
 
 from ..comfy_model.comfyui_internals import Feature, switched_off
+from ..node_names import APPLY_CONTROLNET, FRAME
 
 if TYPE_CHECKING:
     from comfy_execution.graph import DynamicPrompt
 
-FRAME = "TRTFrame"
-"""The node whose image stands for the frame."""
 APPLY = frozenset(("ControlNetApply", "ControlNetApplyAdvanced", "ControlNetApplySD3",
-                   "ControlNetInpaintingAliMamaApply", "TRTApplyControlNet"))  # fmt: skip
+                   "ControlNetInpaintingAliMamaApply", APPLY_CONTROLNET))  # fmt: skip
 """Nodes that do nothing with an image whose strength is 0."""
 Link = tuple[str, int]
 """A node's id, and the number of one of its outputs."""

@@ -69,7 +69,7 @@ def listed(sockets: list[dict[str, Any]] | None, name: str) -> list[dict[str, An
             for one in sockets or []]
 
 
-@pytest.mark.fault("a workflow's nodes have no list of outputs")
+@pytest.mark.fault("a workflow's nodes have no list of outputs", see="nothing: their links stay, and it is accelerated")
 @pytest.mark.parametrize("bare", [["s"], ["decode"], ["load"], ["t"], ["load", "s", "t", "decode"]], ids=" ".join)
 def test_nodes_without_a_list_of_outputs_keep_their_links(bare: list[str]) -> None:
     data = flow()
@@ -90,7 +90,8 @@ def test_inside_a_subgraph_too() -> None:
     assert len(changed["definitions"]["subgraphs"][0]["links"]) == 2
 
 
-@pytest.mark.fault("a node of an exported workflow has more outputs than the server says")
+@pytest.mark.fault("a node of an exported workflow has more outputs than the server says",
+                   see="nothing: its links stay")
 def test_an_api_prompt_keeps_links_from_outputs_that_the_server_does_not_declare() -> None:
     prompt = {"1": {"class_type": "Loader", "inputs": {}},
               "2": {"class_type": "Switch", "inputs": {"value": ["1", 0]}},
@@ -106,7 +107,7 @@ def test_an_api_prompt_keeps_links_from_outputs_that_the_server_does_not_declare
     assert changed == prompt
 
 
-@pytest.mark.fault("two nodes of a workflow have one id")
+@pytest.mark.fault("two nodes of a workflow have one id", see="both stay as they were, and a sentence names the id")
 @pytest.mark.parametrize("where", [0, 9], ids=["first", "last"])
 @pytest.mark.parametrize(("twin", "added"), [("decode", ["TRTAccelerate"]), ("s", ["TRTAccelerate"]), ("load", [])])
 def test_nodes_that_share_an_id_are_kept_and_told(twin: str, added: list[str], where: int) -> None:
@@ -120,7 +121,7 @@ def test_nodes_that_share_an_id_are_kept_and_told(twin: str, added: list[str], w
     assert f"nodes {note['id']}." in Workflow(changed).left_alone()
 
 
-@pytest.mark.fault("two inputs of a workflow name one link")
+@pytest.mark.fault("two inputs of a workflow name one link", see="it stays as it was, and a sentence names it")
 def test_a_link_that_two_inputs_name_stays_as_it_is_and_is_told() -> None:
     data = flow()
     named(data, "t")["inputs"][0]["link"] = named(data, "s")["inputs"][0]["link"]
@@ -154,7 +155,7 @@ def test_our_node_stays_where_a_link_that_cannot_be_followed_hangs_on_it() -> No
     assert meaning(data) == meaning(before)
 
 
-@pytest.mark.fault("a slot of a workflow has no type")
+@pytest.mark.fault("a slot of a workflow has no type", see="nothing: it is of any type")
 @pytest.mark.parametrize("kind", [{}, {"type": None}], ids=["none", "null"])
 def test_a_slot_without_a_type_is_of_any(kind: dict[str, Any]) -> None:
     data = typed(drawn({**FLOW, "any": "Switch", "past": "Switch|bypassed", "u": "Sampler", "lone": "Switch"},

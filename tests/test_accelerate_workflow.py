@@ -329,7 +329,8 @@ TWO = {"vae": "VAELoader", "load": "Loader", "lora": "LoraLoader", "s": "Refine"
 BRANCHES = "load.0 lora.0, lora.0 s.0, s.0 one.0, vae.0 one.1, other.0 t.0, t.0 two.0, vae.0 two.1"
 
 
-@pytest.mark.fault("a user mutes one of two branches that share a VAE or a ControlNet")
+@pytest.mark.fault("a user mutes one of two branches that share a VAE or a ControlNet",
+                   see="nothing: the other runs on its own engines")
 @pytest.mark.parametrize("api", [False, True], ids=["UI", "API"])
 @pytest.mark.parametrize(("more", "wired", "ways"), [
     ({}, "", {"one": "lora", "two": "other"}),

@@ -109,7 +109,8 @@ def test_the_same_places_are_the_same_tensor(network: NativeNetwork) -> None:
     assert first["pe"] is second["pe"]
 
 
-@pytest.mark.fault("a model keeps tensors of its last call as if they were its settings")
+@pytest.mark.fault("a model keeps tensors of its last call as if they were its settings",
+                   see="nothing: engines are found, the tensors are not kept")
 def test_what_a_call_leaves_on_the_network_is_no_part_of_it(models: dict[str, Path]) -> None:
     """Else engines would not be found again, and a copy would keep the tensors."""
     used, fresh = network_of(models, FILE), network_of(models, FILE)

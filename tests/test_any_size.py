@@ -276,7 +276,7 @@ def test_a_build_orders_what_is_lacking_and_anew_only_what_is_there_or_was_not_o
     run = SimpleNamespace(uncovered={UncoveredCall(frozenset(B.items()), "64x96, 154 tokens", "eager"): 2})
     monkeypatch.setattr(engine_status, "last_run", lambda key: ("prompt", [run]))
     choice = EngineChoice(SMALL, "float32", "torch", pictures=(Picture(64, 64, (2,)),))
-    handle = EngineHandle(net, choice, built.library, "node", "key")
+    handle = EngineHandle.look_up(net, choice, built.library, "node", "key")
 
     def orders() -> list[tuple]:
         handle.refresh()

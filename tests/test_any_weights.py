@@ -115,7 +115,7 @@ def test_calls_of_one_sampling_run_put_nothing_in_again(tmp_path: Path, refits: 
     assert len(refits) == 2, "an engine that was closed has no weights"
 
 
-@pytest.mark.fault("two models share one engine in a prompt")
+@pytest.mark.fault("two models share one engine in a prompt", see="nothing: each has its own weights")
 def test_two_models_in_one_prompt_do_not_take_each_others_weights_out(
     tmp_path: Path, refits: list[set[str]]
 ) -> None:
@@ -260,7 +260,7 @@ def test_what_is_damaged_is_refused_with_a_sentence(tmp_path: Path) -> None:
             signed_as_it_is(engine)
 
 
-@pytest.mark.fault("weights cannot be put into an engine")
+@pytest.mark.fault("weights cannot be put into an engine", see="normal speed: *engine failed*")
 def test_a_refit_that_fails_leaves_native_to_serve_and_says_why(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -18,17 +18,19 @@ from hybrid_trt.architectures.shapes import Profile, Range, sample_inputs
 from hybrid_trt.backends import AUTO, backends, lookup
 from hybrid_trt.backends.torch_inductor.compiled import file_name
 from hybrid_trt.comfy_model import hash_cache
+from hybrid_trt.comfy_model.hash_cache import source_changed
 from hybrid_trt.comfy_model.network import NativeNetwork
 from hybrid_trt.engine_builder import build as builder
 from hybrid_trt.engine_builder.jobs import BuildQueue
 from hybrid_trt.engine_builder.order import BuildOrder
 from hybrid_trt.engine_library import Engine, EngineIdentity, Library, Manifest, Reason, Unavailable, trust
 from hybrid_trt.engine_library.engine import describe_files, relative_error
+from hybrid_trt.engine_library.inventory import entries
 from hybrid_trt.page_api.node_states import NodeStates
 from hybrid_trt.page_api.outlook import NodeRequest
 from hybrid_trt.sampling.engine_handle import EngineChoice, EngineHandle
 from hybrid_trt.sampling.engine_patcher import EnginePatcher
-from hybrid_trt.sampling.engine_status import status
+from hybrid_trt.sampling.engine_status import lacks_engine, status
 from small_networks import CPU, native_call, network, with_lora
 from trt_backends import ADA, TURING, gpu
 
@@ -63,7 +65,7 @@ def a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lookup, "kind_of", lambda _device: "cuda")
     monkeypatch.setattr(type(TORCH), "cannot_build", lambda *_: None)
     for backend in ("tensorrt", "tensorrt_rtx"):
-        monkeypatch.setattr(backends()[backend], "unavailable", lambda _device: None)
+        monkeypatch.setattr(backends()[backend], "cannot_run", lambda _device: None)
 
 
 @pytest.fixture
@@ -113,7 +115,8 @@ def like(engine: Engine, figures: dict, fingerprint: str = "", **changes: Any) -
 
 def handle_of(net: NativeNetwork, folder: Path, profile: Profile = PROFILE, backend: str = AUTO) -> EngineHandle:
     # outside of a prompt all tests of a process would count for one node
-    return EngineHandle(net, EngineChoice(profile, backend=backend), Library([folder]), f"{net.module!r:.9}{folder}")
+    choice = EngineChoice(profile, backend=backend)
+    return EngineHandle.look_up(net, choice, Library([folder]), f"{net.module!r:.9}{folder}")
 
 
 def serve(handle: EngineHandle, sizes: dict[str, int] = SIZES, patcher: ModelPatcher | None = None) -> float:
@@ -313,7 +316,7 @@ def test_calls_with_a_lora_that_the_engine_has_not_run_on_live_weights(
     assert served == ["onnxruntime", "torch", "onnxruntime", "onnxruntime", "torch"]
 
 
-@pytest.mark.fault("an engine does not open where live weights are at hand")
+@pytest.mark.fault("an engine does not open where live weights are at hand", see="live weights serve in its place")
 @pytest.mark.parametrize("opens", [True, False], ids=["ComfyUI opens it", "a call opens it"])
 def test_live_weights_serve_in_the_place_of_an_engine_that_does_not_open(
     opens: bool, net: NativeNetwork, ort: Callable[..., Engine], tmp_path: Path
@@ -339,6 +342,20 @@ def test_live_weights_serve_in_the_place_of_an_engine_that_does_not_open(
     told = states.state("key", NodeRequest(net.role.value, net.label, False, AUTO))
     assert told["state"] == "stale"
     assert told["text"].endswith("delete it in the panel, or build it again with the backend onnxruntime.")
+
+
+def test_a_damaged_engine_has_the_same_state_on_its_node_and_in_the_panel(
+    net: NativeNetwork, ort: Callable[..., Engine], tmp_path: Path
+) -> None:
+    engine = ort(FASTER)
+    main_file(engine).write_bytes(b"")
+    library, handle = Library([tmp_path]), handle_of(net, tmp_path, backend="onnxruntime")
+    states = NodeStates(library, BuildQueue())
+    states.learn("key", handle)
+    told = states.state("key", NodeRequest(net.role.value, net.label, False, "onnxruntime"))
+    (entry,) = entries(library, lambda _: None, source_changed)
+    assert (told["state"], entry.state) == ("broken", "broken")
+    assert lacks_engine(handle), "a build ends it"
 
 
 def test_an_engine_that_lacks_memory_is_tried_again_in_the_next_run(
@@ -425,8 +442,10 @@ def test_auto_builds_meanwhile_where_the_gpu_has_room_for_it_beside_the_model(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _device: (0, int(total)))
     monkeypatch.setattr(TORCH, "cannot_build", lambda _device: None)
+    for backend in (TORCH, ORT):
+        monkeypatch.setattr(backend, "cannot_run", lambda _device: None)
     where = torch.device("cuda", 0)
-    assert lookup.builds_meanwhile(TORCH, where, family, int(parameters)) is expected
-    assert not lookup.builds_meanwhile(ORT, where, family, int(parameters)), "that takes minutes"
+    assert lookup.builds_by_itself("torch", where, family, int(parameters)) is expected
+    assert not lookup.builds_by_itself("onnxruntime", where, family, int(parameters)), "that takes minutes"
     monkeypatch.setattr(TORCH, "cannot_build", lambda _device: "no compiler")
-    assert not lookup.builds_meanwhile(TORCH, where, family, int(parameters))
+    assert not lookup.builds_by_itself("torch", where, family, int(parameters))

@@ -82,7 +82,8 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str, str]] = {
 }
 
 
-@pytest.mark.fault("a file of an engine is missing, cut short or changed, or its manifest is of another version")
+@pytest.mark.fault("a file of an engine is missing, cut short or changed, or its manifest is of another version",
+                   see="normal speed: *broken engine*, *stale engine* or *no engine*")
 @pytest.mark.parametrize(("damage", "reason", "word"), DAMAGE.values(), ids=DAMAGE)
 def test_a_damaged_engine_means_natives_image_and_a_reason(
     sd15: ComfyProcess, library: Path, damage: Callable[[Path], object], reason: str, word: str
@@ -102,7 +103,7 @@ def test_a_damaged_engine_means_natives_image_and_a_reason(
     assert snapshot(library) == before
 
 
-@pytest.mark.fault("an engine's file is emptied between two prompts")
+@pytest.mark.fault("an engine's file is emptied between two prompts", see="normal speed: *broken engine*")
 def test_an_engine_damaged_while_in_use_is_noticed_at_the_next_prompt(sd15: ComfyProcess, library: Path) -> None:
     folder = unets_engine(library)
     native_latent(sd15, UNET_ONLY.but(seed=42))  # beforehand, so that no other prompt comes between the two

@@ -223,7 +223,8 @@ def test_a_size_that_will_not_fit_is_told_before_the_run_and_built_for(
     assert "does not fit" in page.status(page.node(NET_2))["text"], "the others are as they were"
 
 
-@pytest.mark.fault("Build is clicked on a node with Auto for a picture that its model's usual sizes do not hold")
+@pytest.mark.fault("Build is clicked on a node with Auto for a picture that its model's usual sizes do not hold",
+                   see="the build is for that picture, and its node shows it")
 @pytest.mark.parametrize("how", ["button", pytest.param("run", marks=pytest.mark.slow)])
 def test_the_first_build_with_auto_is_for_the_graphs_picture_and_stays_on_its_node(
     page: EnginePage, comfy: ComfyProcess, object_info: dict[str, Any], how: str

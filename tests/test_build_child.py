@@ -38,7 +38,7 @@ def task(tmp_path: Path) -> Iterator[dict]:
         yield {
             "step": "build", "folder": str(folder), "precision": "float32", "inputs": [], "outputs": [],
             "profile": PROFILE.to_json(), "onnx": "model.onnx", "target": "any", "backend": "slow",
-            "backend_folders": list(backends.__path__), "any_weights": False, "level": 0,
+            "backend_folders": list(backends.__path__), "any_weights": False, "options": {},
         }
 
 
@@ -145,7 +145,7 @@ def test_a_process_that_computes_shows_signs_of_life_and_one_that_waits_does_not
 
 
 @pytest.mark.slow
-@pytest.mark.fault("a builder wants more memory than there is")
+@pytest.mark.fault("a builder wants more memory than there is", see="an error in one sentence; Linux ends nothing")
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux grants memory that is not there")
 def test_a_builder_that_wants_more_memory_than_there_is_fails_with_a_sentence(build: Build, task: dict) -> None:
     task["memory"] = 2_000_000_000
@@ -193,7 +193,7 @@ def test_a_cancel_ends_it_with_all_its_helpers_promptly(build: Build, behaviour:
     assert time.monotonic() - raised < PROMPTLY
 
 
-@pytest.mark.fault("the builder crashes")
+@pytest.mark.fault("the builder crashes", see="an error in one sentence")
 @pytest.mark.parametrize(("behaviour", "says"), [
     ("segfault", r"ended by SIGSEGV while starting.*last words: about to crash"),
     ("killed", r"ended by SIGKILL, most often because the machine ran out of memory.*smaller profile"),
@@ -267,7 +267,7 @@ run_in_worker(json.loads({task!r}), lambda *_: None, print)
 """
 
 
-@pytest.mark.fault("ComfyUI is killed while a builder runs")
+@pytest.mark.fault("ComfyUI is killed while a builder runs", see="nothing: the builder ends too")
 @slow.when("silence")
 @pytest.mark.parametrize("behaviour", ["silence", "hold_the_gil"])
 def test_it_dies_with_the_server(task: dict, monkeypatch: pytest.MonkeyPatch, behaviour: str) -> None:

@@ -41,7 +41,7 @@ PHASES = ["exporting", "slow: compiling"]
 """One of each of a build's two processes."""
 
 
-@pytest.mark.fault("a build is cancelled in any of its phases")
+@pytest.mark.fault("a build is cancelled in any of its phases", see="it ends promptly; nothing is left")
 @pytest.mark.parametrize("phase", PHASES)
 def test_a_cancel_takes_effect_promptly_in_every_phase(
     queue: BuildQueue, network: NativeNetwork, backend: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, phase: str
@@ -60,7 +60,7 @@ def test_a_cancel_takes_effect_promptly_in_every_phase(
     assert time.monotonic() - begun < PROMPTLY
 
 
-@pytest.mark.fault("the system kills the builder")
+@pytest.mark.fault("the system kills the builder", see="an error in one sentence; the next build succeeds")
 @pytest.mark.parametrize("phase", PHASES)
 def test_a_builder_that_is_killed_fails_the_job_and_the_next_one_succeeds(
     queue: BuildQueue, network: NativeNetwork, backend: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, phase: str
@@ -90,7 +90,7 @@ def test_a_builder_that_is_killed_fails_the_job_and_the_next_one_succeeds(
         assert third.engine == again.engine, "it is there and is not built again"
 
 
-@pytest.mark.fault("a build takes longer than the settings allow")
+@pytest.mark.fault("a build takes longer than the settings allow", see="an error in one sentence")
 def test_a_build_that_takes_longer_than_the_settings_allow_is_given_up(
     network: NativeNetwork, backend: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -137,7 +137,7 @@ def test_the_time_of_all_steps_is_added_and_that_between_them_is_not(monkeypatch
         kept({"step": "check"}, lambda *_: None, print, {})
 
 
-@pytest.mark.fault("the builder is stopped and does nothing")
+@pytest.mark.fault("the builder is stopped and does nothing", see="an error in one sentence; the next build runs")
 def test_a_builder_that_was_stopped_is_ended_and_the_next_build_runs(
     queue: BuildQueue, network: NativeNetwork, backend: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -166,7 +166,7 @@ def run_build(network: NativeNetwork, backend: Any, folder: Path) -> str:
     return str(failed.value)
 
 
-@pytest.mark.fault("the disk has too little room for a build")
+@pytest.mark.fault("the disk has too little room for a build", see="an error in one sentence, before it starts")
 def test_too_little_room_is_told_before_anything_is_done(
     network: NativeNetwork, backend: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -178,7 +178,7 @@ def test_too_little_room_is_told_before_anything_is_done(
     assert contents(tmp_path) == []
 
 
-@pytest.mark.fault("the disk runs full during a build")
+@pytest.mark.fault("the disk runs full during a build", see="an error in one sentence; nothing is left")
 @pytest.mark.parametrize("weights_fit", [False, True], ids=["while reading weights", "while exporting"])
 def test_a_disk_that_runs_full_is_told_and_left_clean(
     network: NativeNetwork, backend: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, weights_fit: bool
@@ -193,7 +193,7 @@ def test_a_disk_that_runs_full_is_told_and_left_clean(
     assert children() == []
 
 
-@pytest.mark.fault("the library is read-only")
+@pytest.mark.fault("the library is read-only", see="an error in one sentence")
 def test_a_read_only_library_is_told(network: NativeNetwork, backend: Any, tmp_path: Path) -> None:
     with read_only(tmp_path / "library") as folder:
         message = run_build(network, backend, folder)

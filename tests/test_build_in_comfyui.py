@@ -90,7 +90,7 @@ def test_a_build_in_the_background_can_be_cancelled_and_stays_so(comfy: ComfyPro
     assert not running(comfy)
 
 
-@pytest.mark.fault("a prompt is interrupted while it waits for its build")
+@pytest.mark.fault("a prompt is interrupted while it waits for its build", see="the build ends promptly")
 def test_interrupting_a_prompt_that_waits_for_its_build_cancels_the_build(comfy: ComfyProcess) -> None:
     number = comfy.submit(prompt(OTHER.but(settings=BUILD_NOW), engines=True, name="interrupted"))
     assert until(lambda: running(comfy, "starting the exporter"), 60)
@@ -105,7 +105,8 @@ def test_interrupting_a_prompt_that_waits_for_its_build_cancels_the_build(comfy:
     assert compare(comfy, FLAT).unet["engine"] == 4, "the server lives"
 
 
-@pytest.mark.fault("a build is cancelled that a prompt waits for")
+@pytest.mark.fault("a build is cancelled that a prompt waits for",
+                   see="normal speed: *build failed*; the next run builds")
 def test_a_prompt_that_builds_first_runs_native_after_a_cancel_and_the_next_one_builds(comfy: ComfyProcess) -> None:
     graph = prompt(OTHER.but(settings=BUILD_NOW), engines=True, name="anew")
     number = comfy.submit(graph)
@@ -123,7 +124,8 @@ def test_a_prompt_that_builds_first_runs_native_after_a_cancel_and_the_next_one_
     assert comfy.wait(again, timeout=60).status == "interrupted"
 
 
-@pytest.mark.fault("another machine builds the engine that a prompt waits for")
+@pytest.mark.fault("another machine builds the engine that a prompt waits for",
+                   see="normal speed at once: *another machine builds it*")
 def test_a_prompt_runs_native_while_another_machine_builds_its_engine_and_builds_when_that_has_given_up(
     comfy: ComfyProcess,
 ) -> None:
@@ -179,7 +181,8 @@ def kill(server: ComfyProcess) -> list[psutil.Process]:
     return processes
 
 
-@pytest.mark.fault("ComfyUI is killed in any phase of a build")
+@pytest.mark.fault("ComfyUI is killed in any phase of a build",
+                   see="nothing half: the next start builds, or has the engine")
 @pytest.mark.parametrize("phase", slow.cases(
     {"reading": "reading weights", "exporting": "exporting", "compiling": "building with", "checking": "comparing with",
      "publishing": "saving"}, slow=("reading", "compiling", "checking", "publishing")))  # fmt: skip

@@ -169,7 +169,7 @@ def test_a_failure_is_told_and_the_next_build_runs(
     assert "The disk of x is full. Delete something." in second.log[-1]
 
 
-@pytest.mark.fault("anything is raised in the thread that builds")
+@pytest.mark.fault("anything is raised in the thread that builds", see="an error in one sentence; later builds run")
 @pytest.mark.parametrize("error", [model_management.InterruptProcessingException(), SystemExit(1), RecursionError("x")])
 @pytest.mark.parametrize("where", ["build", "time", "listener"])
 def test_the_build_thread_survives_whatever_is_raised_in_it(
@@ -225,7 +225,7 @@ def test_a_job_that_ended_holds_no_model(
     assert until(freed, 60)
 
 
-@pytest.mark.fault("weights change while a build reads them")
+@pytest.mark.fault("weights change while a build reads them", see="nothing: they are read again")
 def test_weights_that_change_while_they_are_read_are_read_again(
     network: NativeNetwork, backend: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -267,7 +267,7 @@ def test_a_change_of_version_or_weights_builds_anew_and_the_same_does_not(
     assert (tmp_path / third / "engine.slow").read_bytes() == b"slow"
 
 
-@pytest.mark.fault("two processes build the same engine at once")
+@pytest.mark.fault("two processes build the same engine at once", see="nothing: the second takes the first's")
 def test_the_second_builder_of_a_key_waits_and_takes_the_firsts_engine(
     network: NativeNetwork, backend: Any, tmp_path: Path
 ) -> None:

@@ -155,7 +155,7 @@ def other_weights(model: Any) -> None:
 IN_PLACE = (tiled, hooked, padded, another_packs_layer)
 
 
-@pytest.mark.fault("another node changes layers in place (seamless tiles)")
+@pytest.mark.fault("another node changes layers in place (seamless tiles)", see="normal speed: *model patched*")
 @pytest.mark.parametrize(
     ("backend", "change"), [*(("onnxruntime", one) for one in IN_PLACE), ("torch", tiled)])
 def test_layers_that_were_changed_in_place_are_natives(

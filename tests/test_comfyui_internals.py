@@ -295,7 +295,7 @@ def test_nodes_have_the_same_inputs_with_and_without_engines() -> None:
         assert inputs[0] == inputs[1]
 
 
-@pytest.mark.fault("this ComfyUI lacks something that the pack needs")
+@pytest.mark.fault("this ComfyUI lacks something that the pack needs", see="normal speed; the log names it")
 def test_what_the_table_does_not_name_and_is_missing_leaves_all_to_native(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

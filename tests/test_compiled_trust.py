@@ -39,7 +39,7 @@ class Trap:
 FOREIGN = '{"verdict": "built", "why": "", "parity": {}, "gpu": "", "signature": "0000"}'
 
 
-@pytest.mark.fault("a compiled file was not made here")
+@pytest.mark.fault("a compiled file was not made here", see="normal speed: *stale engine*; it is never opened")
 def test_a_file_that_was_not_made_here_is_never_opened(tmp_path: Path, key_folder: Path) -> None:
     net = network("unet", "unlike_levels")
     library = Library([tmp_path / "library"])
@@ -81,7 +81,7 @@ def test_an_engine_whose_secret_is_lost_is_told_on_the_node_and_built_anew(tmp_p
 
     engine = build()
     assert build() == engine
-    handle = EngineHandle(net, EngineChoice(PROFILE, backend="torch"), library, "node")
+    handle = EngineHandle.look_up(net, EngineChoice(PROFILE, backend="torch"), library, "node")
     assert handle.session.engines == [engine]
     assert "not used" not in status(handle)
 
@@ -99,8 +99,8 @@ def test_an_engine_whose_secret_is_lost_is_told_on_the_node_and_built_anew(tmp_p
 def test_an_engine_of_another_gpu_or_torch_is_refused() -> None:
     identity = EngineIdentity("sd15_unet", "layout:x", "float32", PROFILE, "torch", TORCH.version(), "cpu")
     manifest = Manifest(identity, "unet", "", (), (), {})
-    assert TORCH.refuses(manifest, CPU) is None
+    assert TORCH.cannot_use(manifest, CPU) is None
     other = Manifest(EngineIdentity(**{**identity.__dict__, "device": "NVIDIA H200, 9.0"}), "unet", "", (), (), {})
-    assert TORCH.refuses(other, CPU).reason is Reason.WRONG_GPU
+    assert TORCH.cannot_use(other, CPU).reason is Reason.WRONG_GPU
     old = Manifest(EngineIdentity(**{**identity.__dict__, "backend_version": "2.0"}), "unet", "", (), (), {})
-    assert TORCH.refuses(old, CPU).reason is Reason.STALE_ENGINE
+    assert TORCH.cannot_use(old, CPU).reason is Reason.STALE_ENGINE

@@ -117,7 +117,7 @@ def test_without_an_engine_native_is_compiled_as_the_node_asks(file: Path, tmp_p
         return graph.forward
 
     network = NativeNetwork.of_model(native, "unet")
-    handle = EngineHandle(network, EngineChoice(profile_of(64, 64, 256, 2, 77)), Library([tmp_path]), "engine")
+    handle = EngineHandle.look_up(network, EngineChoice(profile_of(64, 64, 256, 2, 77)), Library([tmp_path]), "engine")
     patched = patch_model(native, handle)
     reference = sample(native)
     assert torch.equal(sample(patched), reference)

@@ -168,7 +168,8 @@ def test_another_token_drops_all_graphs() -> None:
     assert recorder.captured == 2
 
 
-@pytest.mark.fault("a CUDA graph cannot be recorded, for memory or else")
+@pytest.mark.fault("a CUDA graph cannot be recorded, for memory or else",
+                   see="the engine runs unrecorded; the log and *TRT Report* say why")
 @pytest.mark.parametrize("error", [RuntimeError("operation not permitted when stream is capturing\nmore"),
                                    torch.OutOfMemoryError("CUDA out of memory")])
 def test_a_capture_that_fails_runs_plainly_and_says_why(error: Exception, caplog: pytest.LogCaptureFixture) -> None:
@@ -266,7 +267,7 @@ def test_where_freeing_is_fatal_only_the_tensors_that_were_made_while_capturing_
     assert (weight(), alive()) == (None, None)
 
 
-@pytest.mark.fault("a capture breaks off between layers that share a result")
+@pytest.mark.fault("a capture breaks off between layers that share a result", see="the engine runs unrecorded")
 @pytest.mark.parametrize("fatal", [True, False])
 def test_results_that_a_broken_capture_left_in_a_network_are_never_freed_where_that_is_fatal(
     fatal: bool, monkeypatch: pytest.MonkeyPatch

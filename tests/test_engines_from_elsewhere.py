@@ -39,7 +39,8 @@ def press_build(comfy: ComfyProcess, scenario: Scenario) -> dict[str, Any]:
     return ask(comfy, "GET", f"/builds/{job['id']}")[1]
 
 
-@pytest.mark.fault("an engine arrives with a forged record of its check")
+@pytest.mark.fault("an engine arrives with a forged record of its check",
+                   see="normal speed: *stale engine*; **Build engine** replaces it")
 @pytest.mark.slow
 def test_an_engine_from_elsewhere_never_serves_and_a_press_on_build_replaces_it(comfy: ComfyProcess) -> None:
     shutil.rmtree(comfy.base / "models" / "trt_engines", ignore_errors=True)  # other tests' engines may fit as well

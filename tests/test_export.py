@@ -239,7 +239,8 @@ def test_the_reference_is_float32_and_leaves_the_network_as_it_was() -> None:
     assert not any(m._forward_pre_hooks or m._forward_hooks for m in half.module.modules())
 
 
-@pytest.mark.fault("an export computes something else than the normal model")
+@pytest.mark.fault("an export computes something else than the normal model",
+                   see="an error in one sentence, with the difference")
 def test_a_graph_that_differs_from_native_is_refused_with_the_figures(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -292,7 +293,8 @@ def test_tiny_models_are_of_the_layouts_that_the_server_tests_need() -> None:
 
 def test_calls_after_a_failed_build_run_native_for_that_reason_until_an_engine_is_there(tmp_path: Path) -> None:
     net = network("unet", "unlike_levels")
-    handle = EngineHandle(net, EngineChoice(PROFILE, backend="onnxruntime"), Library([tmp_path]), f"node of {tmp_path}")
+    choice = EngineChoice(PROFILE, backend="onnxruntime")
+    handle = EngineHandle.look_up(net, choice, Library([tmp_path]), f"node of {tmp_path}")
     assert handle.fallback.reason is Reason.NO_ENGINE
     handle.fallback = Fallback(Reason.BUILD_FAILED, "it differs from native")
     assert handle.serve(None, dict) == (False, None)

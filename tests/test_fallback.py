@@ -28,7 +28,7 @@ LORA = ("LoraLoaderModelOnly", {"lora_name": "tiny_sd15_lora.safetensors", "stre
 BUILD = {"when_missing": "build now"}
 ON_ENGINE = {"engine": 2, "native": 0, "reasons": {}}
 
-@pytest.mark.fault("a LoRA stands behind the engine")
+@pytest.mark.fault("a LoRA stands behind the engine", see="normal speed: *weights patched*")
 def test_a_lora_after_the_sampler_patch_acts_as_in_native(sd15: ComfyProcess) -> None:
     scenario = PLAIN.but(patches=(LORA,))
     result = compare(sd15, scenario)
@@ -59,7 +59,7 @@ def unet_row(history: History) -> dict[str, Any]:
     return history.output("report", "report")[0]["unet"]
 
 
-@pytest.mark.fault("a LoRA is hooked to the prompt")
+@pytest.mark.fault("a LoRA is hooked to the prompt", see="normal speed: *hooks*")
 def test_a_lora_hooked_to_the_prompt_acts_as_in_native_and_is_gone_with_its_prompt(sd15: ComfyProcess) -> None:
     unhooked = native_latent(sd15, PLAIN)
     native = latent_of(sd15.queue(hooked(prompt(PLAIN, engines=False, name="hooked"))))
@@ -107,7 +107,8 @@ def test_easycache_after_the_sampler_patch_still_caches(sd15: ComfyProcess) -> N
     assert relative_difference(uncached, native_latent(sd15, ENGINES.but(patches=(cache,), steps=6))) > 1e-3
 
 
-@pytest.mark.fault("a LoRA stands before an engine with weights of its own")
+@pytest.mark.fault("a LoRA stands before an engine with weights of its own",
+                   see="normal speed: *no engine*, until one is built")
 def test_a_lora_before_the_engine_node_needs_an_engine_of_its_own_and_gets_one(sd15: ComfyProcess) -> None:
     scenario = ENGINES.but(loras_before=(LORA,))
     missing = compare(sd15, scenario)
@@ -121,7 +122,8 @@ def test_a_lora_before_the_engine_node_needs_an_engine_of_its_own_and_gets_one(s
     assert relative_difference(native_latent(sd15, ENGINES), native_latent(sd15, scenario)) > 0.1
 
 
-@pytest.mark.fault("the picture or the prompt is larger than the engine takes")
+@pytest.mark.fault("the picture or the prompt is larger than the engine takes",
+                   see="normal speed: *size the engine was not built for*")
 def test_calls_outside_the_profile_run_native_per_net(sd15: ComfyProcess) -> None:
     result = compare(sd15, ENGINES.but(width=520, height=64))
     assert result.error == 0
@@ -141,7 +143,8 @@ def test_without_an_engine_native_serves_and_says_how_to_get_one(sd15: ComfyProc
     assert "build first" in status
 
 
-@pytest.mark.fault("the engine node and the sampler patch get different models")
+@pytest.mark.fault("the engine node and the sampler patch get different models",
+                   see="normal speed: *engine of another model*")
 @pytest.mark.parametrize("other", ["tiny_sd15_unet", "tiny_sdxl_unet"], ids=["other_checkpoint", "other_family"])
 def test_an_engine_of_another_model_is_never_used(sd15: ComfyProcess, other: str) -> None:
     scenario = PLAIN.but(unet="tiny_sd15_other_unet")

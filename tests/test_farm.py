@@ -50,7 +50,8 @@ def farm(comfy: ComfyProcess, tmp_path_factory: pytest.TempPathFactory) -> Itera
 
 
 @needs_ray
-@pytest.mark.fault("a worker of a farm, and the program that asked, are killed while they render a batch")
+@pytest.mark.fault("a worker of a farm, and the program that asked, are killed while they render a batch",
+                   see="each picture once, as one process makes it")
 def test_forty_prompts_give_the_pictures_of_one_process_though_a_worker_and_the_client_are_killed(
     farm: FarmProcess, comfy: ComfyProcess, tmp_path: Path
 ) -> None:
@@ -191,7 +192,8 @@ def long_node(color: int) -> dict[str, Any]:
 
 
 @needs_ray
-@pytest.mark.fault("who asked a farm goes away while a node runs that cannot be interrupted")
+@pytest.mark.fault("who asked a farm goes away while a node runs that cannot be interrupted",
+                   see="the other prompts go to free workers, with all of their pictures")
 def test_the_prompt_of_one_who_left_holds_no_other_up_and_takes_none_of_its_pictures(farm: FarmProcess) -> None:
     data = io.BytesIO()
     Image.effect_noise((16, 16), 80).save(data, "png")
@@ -227,7 +229,7 @@ def test_without_the_token_nothing_is_rendered(farm: FarmProcess) -> None:
 
 
 @needs_ray
-@pytest.mark.fault("a farm gets a workflow that ComfyUI refuses")
+@pytest.mark.fault("a farm gets a workflow that ComfyUI refuses", see="status 400, with ComfyUI's own reason")
 def test_a_bad_workflow_is_refused_with_comfyuis_own_reason(farm: FarmProcess, comfy: ComfyProcess) -> None:
     wrong = work()
     wrong["unet"]["inputs"]["unet_name"] = "no_such_model.safetensors"
@@ -246,7 +248,8 @@ def test_a_bad_workflow_is_refused_with_comfyuis_own_reason(farm: FarmProcess, c
 
 @needs_ray
 @pytest.mark.slow
-@pytest.mark.fault("the ComfyUI of a farm's worker dies while it renders")
+@pytest.mark.fault("the ComfyUI of a farm's worker dies while it renders",
+                   see="another worker renders the prompt, and a new one takes its place")
 def test_where_comfyui_dies_another_worker_renders_its_prompt(farm: FarmProcess) -> None:
     farm.until_ready(workers=2)
     with ThreadPoolExecutor() as threads:
@@ -261,7 +264,8 @@ def test_where_comfyui_dies_another_worker_renders_its_prompt(farm: FarmProcess)
 
 
 @needs_ray
-@pytest.mark.fault("a farm is started on a port that is taken")
+@pytest.mark.fault("a farm is started on a port that is taken",
+                   see="an error in one sentence; the first farm serves on")
 def test_a_second_farm_on_a_port_says_that_it_is_taken(farm: FarmProcess, comfy: ComfyProcess, tmp_path: Path) -> None:
     second = FarmProcess(FARM_PYTHON, comfy, tmp_path, "--workers", "1")
     second.port = farm.port
@@ -272,7 +276,7 @@ def test_a_second_farm_on_a_port_says_that_it_is_taken(farm: FarmProcess, comfy:
 
 
 @needs_ray
-@pytest.mark.fault("a farm is told to end while it renders")
+@pytest.mark.fault("a farm is told to end while it renders", see="it renders what it has, takes no more, and ends")
 def test_a_farm_that_ends_renders_what_it_has_and_takes_no_more(farm: FarmProcess) -> None:
     family = farm.family()
     with ThreadPoolExecutor() as threads:
@@ -287,7 +291,7 @@ def test_a_farm_that_ends_renders_what_it_has_and_takes_no_more(farm: FarmProces
 
 
 @needs_ray
-@pytest.mark.fault("a farm is killed")
+@pytest.mark.fault("a farm is killed", see="its workers and their ComfyUIs end")
 def test_no_comfyui_outlives_a_farm_that_is_killed(comfy: ComfyProcess, tmp_path: Path) -> None:
     with FarmProcess(FARM_PYTHON, comfy, tmp_path, "--workers", "2") as farm:
         farm.until_ready()
@@ -305,7 +309,8 @@ def test_no_comfyui_outlives_a_farm_that_is_killed(comfy: ComfyProcess, tmp_path
 
 @needs_ray
 @pytest.mark.slow
-@pytest.mark.fault("others take nearly all memory of a farm's machine, or a worker is killed for it")
+@pytest.mark.fault("others take nearly all memory of a farm's machine, or a worker is killed for it",
+                   see="no worker ends; for one that is killed another one starts")
 def test_memory_that_others_take_ends_no_worker_and_one_that_is_killed_comes_back_once(
     comfy: ComfyProcess, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -324,7 +329,7 @@ def test_memory_that_others_take_ends_no_worker_and_one_that_is_killed_comes_bac
 
 @needs_ray
 @pytest.mark.slow
-@pytest.mark.fault("a workflow that shall warm a farm cannot run")
+@pytest.mark.fault("a workflow that shall warm a farm cannot run", see="the farm ends, with ComfyUI's reason")
 def test_a_farm_that_cannot_be_warm_ends_with_comfyuis_reason(comfy: ComfyProcess, tmp_path: Path) -> None:
     wrong = work()
     wrong["unet"]["inputs"]["unet_name"] = "no_such_model.safetensors"

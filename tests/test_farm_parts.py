@@ -58,7 +58,8 @@ def test_a_batch_that_cannot_be_rendered_is_told_in_a_sentence(tmp_path: Path) -
 
 
 @needs_ray
-@pytest.mark.fault("the disk is full, or Ray is not installed, where a farm starts or its client writes")
+@pytest.mark.fault("the disk is full, or Ray is not installed, where a farm starts or its client writes",
+                   see="an error in one sentence")
 def test_what_a_farm_lacks_is_told_in_a_sentence(tmp_path: Path) -> None:
     workflow, file = tmp_path / "work.json", tmp_path / "file"
     workflow.write_text(json.dumps(work()), encoding="utf-8")
@@ -251,7 +252,8 @@ def test_a_requests_pictures_are_stored_by_their_content_and_the_workflow_reads_
     assert again["0"] == ready["0"], "the same to ComfyUI"
 
 
-@pytest.mark.fault("a request brings a file that is no picture, or that its workflow does not read")
+@pytest.mark.fault("a request brings a file that is no picture, or that its workflow does not read",
+                   see="status 400, with its name")
 def test_a_request_with_a_wrong_picture_is_refused_with_its_name() -> None:
     read = part("pictures").read
     assert read(None, reading("a.png")) == {}
@@ -291,7 +293,8 @@ time.sleep(60)
 """
 
 
-@pytest.mark.fault("a farm's worker was killed and left its folder")
+@pytest.mark.fault("a farm's worker was killed and left its folder",
+                   see="the next farm that starts there removes it; folders of living workers stay")
 def test_folders_of_dead_workers_go_when_a_farm_starts_and_those_of_living_ones_stay(tmp_path: Path) -> None:
     """Of this farm's own dead the pictures go, and the log stays."""
     folders = part("folders")

@@ -110,7 +110,7 @@ def test_no_prompt_reads_the_pictures_of_another(farm: FarmProcess, tmp_path: Pa
 
 
 @needs_ray
-@pytest.mark.fault("a workflow names files of the farm or of another prompt")
+@pytest.mark.fault("a workflow names files of the farm or of another prompt", see="status 400, with the path")
 def test_a_path_to_what_the_farm_keeps_is_refused(farm: FarmProcess, tmp_path: Path) -> None:
     (own,) = {log.parent for log in farm.work.glob("*/comfyui.log")}
     other = farm.work / "another"

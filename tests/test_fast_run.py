@@ -79,7 +79,7 @@ class Runs:
 
     def _backed(self, net: Any, number: int, library: Library) -> Any:
         network, choice = NativeNetwork.of_controlnet(net, f"net {number}"), EngineChoice(PROFILE, backend="torch")
-        self.handles.append(EngineHandle(network, choice, library, str(number)))
+        self.handles.append(EngineHandle.look_up(network, choice, library, str(number)))
         return back_with_engine(net, self.handles[-1])
 
     def _count(self) -> None:

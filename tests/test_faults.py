@@ -1,35 +1,32 @@
-"""The table of faults is the tests that have the mark: what happens in the words of the one is what the other shows."""
+"""Each test of a fault says what happens and what the user sees: the table of faults is made of its mark."""
 
 from __future__ import annotations
 
-import ast
-import re
-from collections.abc import Iterator
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-ROW = re.compile(r"^\| (?P<what>[^|]+) \| (?P<see>[^|]+) \| `(?P<module>\w+)`: (?P<name>[^|]+) \|$", re.M)
+import faults
+import pytest
 
 
-def marked() -> Iterator[tuple[str, str, str]]:
-    """Each test with the mark: its words, its module and its name, as the table has them."""
-    for path in sorted((ROOT / "tests").glob("test_*.py")):
-        for function in ast.parse(path.read_text(encoding="utf-8")).body:
-            for mark in getattr(function, "decorator_list", ()):
-                if ast.unparse(mark).startswith("pytest.mark.fault("):
-                    assert isinstance(function, ast.FunctionDef)
-                    (what,) = mark.args
-                    name = function.name.removeprefix("test_").replace("_", " ")
-                    yield ast.literal_eval(what), path.stem.removeprefix("test_"), name
+def test_each_fault_is_marked_once_and_says_what_is_seen() -> None:
+    found = list(faults.faults())
+    assert len({fault.what for fault in found}) == len(found) >= 150
+    for fault in found:
+        assert fault.what.strip(), fault
+        assert fault.see.strip(), fault
+        assert not {"|", "\n"} & set("".join(fault)), fault
 
 
-def test_each_fault_of_the_table_has_its_test_and_each_marked_test_its_row() -> None:
-    rows = [row.group("what", "module", "name") for row in ROW.finditer((ROOT / "docs/faults.md").read_text("utf-8"))]
-    assert sorted(rows) == sorted(marked())
-    assert len({what for what, *_ in rows}) == len(rows) >= 50
+@pytest.mark.parametrize("mark", ["fault", "fault()", "fault('x')", "fault('x', see='y', more='z')", "fault('x', 'y')"])
+def test_a_mark_that_lacks_a_field_is_refused_with_its_test(tmp_path: Path, mark: str) -> None:
+    (tmp_path / "test_x.py").write_text(f"@pytest.mark.{mark}\ndef test_y(): ...\n", encoding="utf-8")
+    with pytest.raises(ValueError, match="test_x.py::test_y"):
+        list(faults.faults(tmp_path))
 
 
-def test_each_row_says_what_is_seen() -> None:
-    text = (ROOT / "docs/faults.md").read_text("utf-8")
-    lines = [line for line in text.splitlines() if line.startswith("| ") and not line.startswith("| what happens")]
-    assert len(lines) == len(ROW.findall(text)), "a row of another form"
+def test_the_table_has_the_rows_with_a_word(capsys: pytest.CaptureFixture[str]) -> None:
+    faults.main("Wrong Clocks")
+    head, line, *rows = capsys.readouterr().out.splitlines()
+    assert head.count("|") == line.count("|") == 4
+    assert rows
+    assert all("wrong clocks" in row for row in rows)

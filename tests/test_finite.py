@@ -32,7 +32,8 @@ def spoil(patched: Patched, call: int, value: float, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(session, "run", broken)
 
 
-@pytest.mark.fault("an engine gives values that are no numbers (NaN)")
+@pytest.mark.fault("an engine gives values that are no numbers (NaN)",
+                   see="normal speed: *engine failed*; the whole run is done again")
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 @pytest.mark.parametrize("sampler", ["euler", "euler_ancestral"])
 def test_native_does_a_run_again_in_which_an_engine_gave_no_numbers(
@@ -53,7 +54,8 @@ def test_native_does_a_run_again_in_which_an_engine_gave_no_numbers(
     assert patched.counts == (STEPS, 0), "the next run tries the engine again"
 
 
-@pytest.mark.fault("the normal model gives values that are no numbers (NaN)")
+@pytest.mark.fault("the normal model gives values that are no numbers (NaN)",
+                   see="normal speed: *engine failed*; the whole run is done again, and the report blames no engine")
 def test_no_engine_is_blamed_where_the_normal_model_gives_no_numbers_either(file: Path, library: Library) -> None:
     patched = Patched(load(file), library)
     patched.model.set_model_sampler_post_cfg_function(lambda args: args["denoised"] * float("nan"))

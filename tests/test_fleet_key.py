@@ -18,7 +18,7 @@ from builds import main_file
 from fake_engine import publish_engine
 from fleet_worker import work
 from hybrid_trt.backends import backends
-from hybrid_trt.backends.torch_inductor.cpu import cpu_kind
+from hybrid_trt.backends.torch_inductor.compiled import cpu_kind
 from hybrid_trt.comfy_model.hash_cache import source_changed
 from hybrid_trt.engine_builder.command_line import main as cli
 from hybrid_trt.engine_library import Engine, Library, Reason, fleet_key, trust
@@ -47,7 +47,6 @@ def on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
             monkeypatch.setenv(fleet_key.VARIABLE, str(fleet))
 
     fleet_key._warn.cache_clear()
-    trust._driver.cache_clear()
     return become
 
 
@@ -123,7 +122,8 @@ FLAWS: dict[str, Callable[[Path], object]] = {
 
 
 @POSIX
-@pytest.mark.fault("the fleet key may be read by others, is no regular file, or is no key")
+@pytest.mark.fault("the fleet key may be read by others, is no regular file, or is no key",
+                   see="a warning; engines of other workers are *stale*")
 @pytest.mark.parametrize("flaw", FLAWS.values(), ids=FLAWS)
 def test_a_file_that_is_no_good_key_is_refused_with_a_sentence_and_nothing_foreign_is_accepted(
     flaw: Callable[[Path], object], engine: Engine, key: Path, on: Callable[..., None], tmp_path: Path,
@@ -155,7 +155,8 @@ def test_a_key_counts_from_the_moment_that_only_its_owner_may_read_it(
     assert reason(engine) is None
 
 
-@pytest.mark.fault("somebody without the fleet key changes an engine of the fleet, its manifest or its record")
+@pytest.mark.fault("somebody without the fleet key changes an engine of the fleet, its manifest or its record",
+                   see="normal speed: *stale engine*")
 def test_what_the_key_signed_cannot_be_changed_without_it(
     engine: Engine, key: Path, on: Callable[..., None], tmp_path: Path
 ) -> None:
@@ -212,7 +213,8 @@ def test_a_verdict_on_another_workers_engine_is_kept_for_this_one_alone(
         assert reason(engine) is None
 
 
-@pytest.mark.fault("the fleet key is changed after a leak")
+@pytest.mark.fault("the fleet key is changed after a leak",
+                   see="normal speed: *stale engine*, for engines of other workers")
 def test_what_was_taken_over_by_a_fleet_key_counts_no_more_without_it(
     engine: Engine, key: Path, on: Callable[..., None], tmp_path: Path
 ) -> None:
@@ -252,13 +254,14 @@ def test_the_models_file_of_another_worker_tells_nothing_about_this_ones(
     assert source_changed(engine) is None
 
 
-@pytest.mark.fault("a compiled file for the CPU comes from a CPU with other instructions")
+@pytest.mark.fault("a compiled file for the CPU comes from a CPU with other instructions",
+                   see="normal speed: *stale engine*")
 def test_a_file_that_was_compiled_for_another_cpu_is_not_opened(tmp_path: Path) -> None:
     backend, cpu = backends()["torch"], torch.device("cpu")
     manifest = publish_engine(tmp_path, backend="torch", backend_version=backend.version(), device="cpu").manifest
-    assert backend.refuses(manifest, cpu) is None, "earlier ones do not tell"
-    assert backend.refuses(replace(manifest, parity={"cpu": cpu_kind()}), cpu) is None
-    refused = backend.refuses(replace(manifest, parity={"cpu": "another"}), cpu)
+    assert backend.cannot_use(manifest, cpu) is None, "earlier ones do not tell"
+    assert backend.cannot_use(replace(manifest, parity={"cpu": cpu_kind()}), cpu) is None
+    refused = backend.cannot_use(replace(manifest, parity={"cpu": "another"}), cpu)
     assert "a CPU with other instructions" in refused.detail
 
 
@@ -310,7 +313,8 @@ def test_a_second_process_with_the_key_serves_within_seconds_and_builds_nothing(
 
 
 @pytest.mark.slow
-@pytest.mark.fault("the engine that a worker takes over was changed, or is of a fleet with another key")
+@pytest.mark.fault("the engine that a worker takes over was changed, or is of a fleet with another key",
+                   see="normal speed; a build replaces it")
 @pytest.mark.parametrize(("backend", "step"), [("onnxruntime", "export"), ("torch", "compile")])
 def test_processes_with_the_key_share_engines_those_with_another_build_and_a_changed_file_serves_nobody(
     tmp_path: Path, key: Path, backend: str, step: str

@@ -48,7 +48,8 @@ def takes_over(machine: Machine, file: str) -> float:
     return time.monotonic() - began
 
 
-@pytest.mark.fault("two machines with wrong clocks begin the same build at the same moment")
+@pytest.mark.fault("two machines with wrong clocks begin the same build at the same moment",
+                   see="one builds; the others: *another machine builds it*")
 def test_of_machines_that_begin_at_once_one_has_the_lock_each_time(
     machine: Callable[..., Machine], tmp_path: Path
 ) -> None:
@@ -67,7 +68,8 @@ def test_of_machines_that_begin_at_once_one_has_the_lock_each_time(
     assert contents(tmp_path) == []
 
 
-@pytest.mark.fault("a machine that builds dies, while others have wrong clocks")
+@pytest.mark.fault("a machine that builds dies, while others have wrong clocks",
+                   see="another one builds after 40 seconds")
 def test_a_lock_goes_over_when_its_machine_dies_and_not_before(machine: Callable[..., Machine]) -> None:
     first, second = machine("first"), machine("second", DAY)
     assert first.ask("take a.lock")
@@ -79,7 +81,8 @@ def test_a_lock_goes_over_when_its_machine_dies_and_not_before(machine: Callable
     assert SILENCE * 0.8 <= takes_over(second, "a.lock") <= SILENCE * 5
 
 
-@pytest.mark.fault("a machine that builds stands still, and goes on after another took its build over")
+@pytest.mark.fault("a machine that builds stands still, and goes on after another took its build over",
+                   see="its build is thrown away: *another machine builds it*")
 def test_a_machine_that_stood_still_notices_that_it_lost_and_leaves_the_new_holders_lock(
     machine: Callable[..., Machine], tmp_path: Path
 ) -> None:
@@ -110,7 +113,8 @@ def test_of_machines_that_take_over_at_once_one_is_left(machine: Callable[..., M
     assert sum(taken and not one.ask("lost") for taken, one in zip(had, heirs, strict=True)) == 1
 
 
-@pytest.mark.fault("another machine sweeps the library while a build is under way")
+@pytest.mark.fault("another machine sweeps the library while a build is under way",
+                   see="nothing: it leaves the build alone")
 def test_the_folder_of_a_build_is_swept_by_others_when_its_machine_is_dead_and_not_before(
     machine: Callable[..., Machine], tmp_path: Path
 ) -> None:
@@ -142,7 +146,8 @@ def lock_name(root: Path, backend: object) -> str:
     return f".{made.folder.name}.lock"
 
 
-@pytest.mark.fault("another machine builds the engine")
+@pytest.mark.fault("another machine builds the engine",
+                   see="normal speed: *another machine builds it*; the next run asks again")
 def test_a_build_that_another_machine_does_is_left_to_it_and_taken_over_when_that_dies(
     machine: Callable[..., Machine], backend: object, queue: BuildQueue, tmp_path: Path,
     tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch,
@@ -205,7 +210,8 @@ def test_a_lock_of_this_machine_needs_no_life_sign(tmp_path: Path, monkeypatch: 
 
 
 @pytest.mark.slow
-@pytest.mark.fault("a worker stands still in a build, and goes on when another one has built the engine")
+@pytest.mark.fault("a worker stands still in a build, and goes on when another one has built the engine",
+                   see="nothing: there is one engine, and both use it")
 @pytest.mark.parametrize("dies", [False, True], ids=["goes on", "is killed"])
 def test_workers_get_one_valid_engine_when_the_first_stands_still_or_dies(tmp_path: Path, dies: bool) -> None:
     shared, key = tmp_path / "shared", tmp_path / "fleet.key"

@@ -213,7 +213,7 @@ def chain(layouts: Sequence[str], backed: bool, library: Library) -> ControlNet:
         net = ControlNet(module, load_device=CPU, extra_conds=["y", "guidance"], **kind)
         if backed:
             choice = EngineChoice(PROFILE, "auto", "torch")
-            handle = EngineHandle(NativeNetwork.of_controlnet(net, "n"), choice, library, str(number))
+            handle = EngineHandle.look_up(NativeNetwork.of_controlnet(net, "n"), choice, library, str(number))
             net = back_with_engine(net, handle)
         control = net.copy()
         image = torch.rand(1, 3, 80, 90, generator=torch.Generator().manual_seed(number))

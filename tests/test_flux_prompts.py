@@ -158,7 +158,8 @@ def test_disabled_guidance_runs_native_with_a_reason(comfy: ComfyProcess) -> Non
     assert calls == {"engine": 0, "native": 2, "reasons": {"unsupported input": 2}}
 
 
-@pytest.mark.fault("a LoRA gives a layer more inputs (Flux.1 Canny, Depth)")
+@pytest.mark.fault("a LoRA gives a layer more inputs (Flux.1 Canny, Depth)",
+                   see="normal speed: *weights patched*, with the layer's name")
 def test_a_lora_that_widens_a_layer_runs_native_with_the_reason(comfy: ComfyProcess) -> None:
     generator = torch.Generator().manual_seed(3)
     layer, shapes = "diffusion_model.img_in", {"lora_A": (4, 128), "lora_B": (256, 4)}

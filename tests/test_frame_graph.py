@@ -179,7 +179,8 @@ def test_frames_of_another_size_are_captured_anew(file: Path, models: dict[str, 
         assert apart(pictures[number], wanted(ours, OWN, given[number])) <= LIMIT
 
 
-@pytest.mark.fault("a frame of a stream cannot be captured as a CUDA graph")
+@pytest.mark.fault("a frame of a stream cannot be captured as a CUDA graph",
+                   see="nothing: its frames are launched kernel by kernel; the log tells why")
 def test_frames_that_cannot_be_captured_run_as_before(file: Path, models: dict[str, Path], tmp_path: Path) -> None:
     ours, given = OnEngines(file, models, tmp_path), frames()
     ours.recorder.error = RuntimeError("operation not permitted when stream is capturing")

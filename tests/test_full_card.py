@@ -27,7 +27,8 @@ from sampling import STEPS, error, sample
 __all__ = ["controlled", "controlnet", "file", "files", "library", "nothing_loaded", "patched"]
 
 
-@pytest.mark.fault("the card is full when an engine opens, and ComfyUI can free some")
+@pytest.mark.fault("the card is full when an engine opens, and ComfyUI can free some",
+                   see="nothing: it opens at the second attempt")
 def test_an_engine_that_finds_no_memory_is_opened_again_when_comfyui_has_freed_some(
     patched: Patched, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -84,7 +85,7 @@ def test_an_engine_that_cannot_be_opened_is_told_from_one_that_finds_no_memory(
     assert "memory" not in told
 
 
-@pytest.mark.fault("the card is full during a call, and ComfyUI can free some")
+@pytest.mark.fault("the card is full during a call, and ComfyUI can free some", see="nothing: the call is made again")
 def test_a_call_that_finds_no_memory_is_made_again_when_comfyui_has_freed_some(
     patched: Patched, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -124,7 +125,7 @@ def test_an_engine_whose_call_finds_no_memory_twice_closes_and_leaves_the_run_to
     assert error(latent, native) <= LIMIT
 
 
-@pytest.mark.fault("an engine is larger than what is free")
+@pytest.mark.fault("an engine is larger than what is free", see="normal speed: *engine failed*; it is not opened")
 def test_an_engine_that_does_not_fit_is_not_opened(patched: Patched, monkeypatch: pytest.MonkeyPatch) -> None:
     patched.handle.session.unload()
     freed = watch_room(monkeypatch, gpu_memory)
@@ -138,7 +139,8 @@ def test_an_engine_that_does_not_fit_is_not_opened(patched: Patched, monkeypatch
     assert not patched.handle.session.loaded
 
 
-@pytest.mark.fault("the normal model finds no memory beside the engines")
+@pytest.mark.fault("the normal model finds no memory beside the engines",
+                   see="engines give theirs back; normal speed: *engine failed*")
 def test_native_that_finds_no_memory_gets_that_of_all_engines_and_computes_the_same(
     controlled: Controlled, files: dict[str, Path], library: Library, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -207,7 +209,7 @@ def test_room_is_made_at_the_expense_of_models_that_the_run_does_not_use(
     assert seen == [(False, True, True)]
 
 
-@pytest.mark.fault("a model dies with another that is unloaded to make room")
+@pytest.mark.fault("a model dies with another that is unloaded to make room", see="nothing: ComfyUI goes on freeing")
 def test_room_is_made_though_a_model_dies_with_another_that_is_unloaded(
     nothing_loaded: None, files: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:

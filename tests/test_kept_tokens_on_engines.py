@@ -116,7 +116,10 @@ def test_a_size_that_comes_again_begins_anew_and_is_captured_anew(
     assert ours.recorder.captured == 2
 
 
-@pytest.mark.fault("an engine gives NaN for a frame while a stream attends to earlier frames")
+@pytest.mark.fault(
+    "an engine gives NaN for a frame while a stream attends to earlier frames",
+    see="that frame is made again at normal speed, and seen by none after it; the next has that one before it",
+)
 def test_a_frame_that_an_engine_spoilt_is_seen_by_none_after_it(
     file: Path, models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

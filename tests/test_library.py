@@ -96,7 +96,7 @@ def test_the_preferred_backend_wins_over_the_smaller_profile(tmp_path: Path) -> 
     assert found.manifest.identity.backend == "tensorrt"
 
 
-@pytest.mark.fault("the library holds engines of other networks, precisions and sizes")
+@pytest.mark.fault("the library holds engines of other networks, precisions and sizes", see="normal speed: *no engine*")
 @pytest.mark.parametrize("field", ["architecture", "weights", "precision", "backend"])
 def test_an_engine_of_something_else_is_never_found(tmp_path: Path, field: str) -> None:
     library = Library([tmp_path])

@@ -88,7 +88,8 @@ def test_the_page_reaches_the_same_engine_in_each_folder(tmp_path: Path, monkeyp
     assert found == {name: roots[0] / name, f"{name}@2": roots[1] / name}
 
 
-@pytest.mark.fault("a checkpoint is overwritten by another one of its name")
+@pytest.mark.fault("a checkpoint is overwritten by another one of its name",
+                   see="normal speed: *no engine*; the panel calls the engine stale")
 def test_an_engine_whose_checkpoint_was_overwritten_is_stale(tmp_path: Path) -> None:
     checkpoint = tmp_path / "a.safetensors"
     checkpoint.write_bytes(b"weights")
@@ -131,7 +132,8 @@ def test_an_engine_with_a_lora_built_in_is_no_staler_than_the_plain_one(
     assert [states(tmp_path / "library")[name][0] for name in found] == [STALE, STALE]
 
 
-@pytest.mark.fault("a backend fails when it is asked about an engine of the list")
+@pytest.mark.fault("a backend fails when it is asked about an engine of the list",
+                   see="that engine is *broken*, with the error; the others are listed")
 def test_an_engine_that_cannot_be_looked_at_does_not_hide_the_others(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -149,7 +151,7 @@ def test_an_engine_that_cannot_be_looked_at_does_not_hide_the_others(
     assert any(record.exc_info for record in caplog.records)
 
 
-@pytest.mark.fault("an engine is deleted while the list of engines is made")
+@pytest.mark.fault("an engine is deleted while the list of engines is made", see="the others are listed")
 def test_an_engine_that_goes_while_it_is_listed_does_not_hide_the_others(tmp_path: Path, system: str) -> None:
     gone, stays = publish(tmp_path), publish(tmp_path, weights="b" * 64)
 
@@ -180,7 +182,7 @@ def test_verify_reads_everything_and_delete_leaves_nothing(tmp_path: Path) -> No
     assert contents(tmp_path) == []
 
 
-@pytest.mark.fault("an engine is to be deleted from a read-only library")
+@pytest.mark.fault("an engine is to be deleted from a read-only library", see="an error in one sentence")
 def test_deleting_from_a_read_only_library_is_told(tmp_path: Path) -> None:
     publish(tmp_path / "library")
     (entry,) = entries(Library([tmp_path / "library"]), lambda _: None, source_changed)
@@ -190,7 +192,7 @@ def test_deleting_from_a_read_only_library_is_told(tmp_path: Path) -> None:
         assert verify(entry) is None, "reading works"
 
 
-@pytest.mark.fault("an engine in use is deleted")
+@pytest.mark.fault("an engine in use is deleted", see="it is gone, or whole with an error in one sentence")
 def test_an_engine_in_use_is_deleted_or_left_whole(tmp_path: Path, system: str) -> None:
     engine = publish(tmp_path)
     (entry,) = entries(Library([tmp_path]), lambda _: None, source_changed)
@@ -233,7 +235,7 @@ time.sleep(600)
 """
 
 
-@pytest.mark.fault("a killed process left its locks")
+@pytest.mark.fault("a killed process left its locks", see="nothing: they are free at once")
 def test_locks_and_leftovers_of_a_killed_process_are_free_at_once(tmp_path: Path) -> None:
     tests = Path(__file__).parent
     code = HOLDER.format(support=str(tests / "support"), tools=str(tests.parent / "tools"), folder=str(tmp_path))
@@ -256,7 +258,7 @@ def test_locks_and_leftovers_of_a_killed_process_are_free_at_once(tmp_path: Path
     assert contents(tmp_path) == []
 
 
-@pytest.mark.fault("a kill left a half-built engine in a second folder of the library")
+@pytest.mark.fault("a kill left a half-built engine in a second folder of the library", see="nothing: it is swept")
 def test_leftovers_are_swept_in_every_folder_of_the_library(tmp_path: Path) -> None:
     """A delete in a second folder leaves one there when it is killed."""
     roots = [tmp_path / "first", tmp_path / "second"]
@@ -268,7 +270,7 @@ def test_leftovers_are_swept_in_every_folder_of_the_library(tmp_path: Path) -> N
     assert [contents(root) for root in roots] == [[], []]
 
 
-@pytest.mark.fault("a leftover is a link to somebody's folder")
+@pytest.mark.fault("a leftover is a link to somebody's folder", see="nothing: the folder is untouched")
 def test_nothing_is_swept_by_way_of_a_link(tmp_path: Path) -> None:
     theirs = tmp_path / "theirs"
     (theirs / REPLACED / "an engine").mkdir(parents=True)
@@ -280,7 +282,7 @@ def test_nothing_is_swept_by_way_of_a_link(tmp_path: Path) -> None:
     assert not (library / "an engine").exists()
 
 
-@pytest.mark.fault("an engine lies in a hidden folder")
+@pytest.mark.fault("an engine lies in a hidden folder", see="normal speed: *no engine*")
 @pytest.mark.parametrize("name", [".hidden", "..b", ".building-of-mine"])
 def test_what_is_listed_nowhere_serves_nowhere(tmp_path: Path, name: str) -> None:
     engine = publish(tmp_path)
@@ -290,7 +292,7 @@ def test_what_is_listed_nowhere_serves_nowhere(tmp_path: Path, name: str) -> Non
     assert entries(Library([tmp_path]), lambda _: None, source_changed) == Library([tmp_path]).engines() == []
 
 
-@pytest.mark.fault("others may write to the library")
+@pytest.mark.fault("others may write to the library", see="a warning")
 @pytest.mark.skipif(os.name == "nt", reason="rights are those of POSIX")
 @pytest.mark.parametrize(("mode", "owner", "warned"), [
     (0o755, "own", False), (0o775, "own", False), (0o777, "own", True), (0o757, "own", True), (0o1777, "own", True),
@@ -351,7 +353,8 @@ def test_the_limit_counts_what_is_there(tmp_path: Path) -> None:
     assert read_settings(tmp_path) == Settings()
 
 
-@pytest.mark.fault("the library's drive is gone when an engine is to be built or listed")
+@pytest.mark.fault("the library's drive is gone when an engine is to be built or listed",
+                   see="an error in one sentence")
 def test_a_library_whose_drive_is_gone_is_told_in_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On Windows there is no such drive then, all the way up."""
     from hybrid_trt.page_api import library_routes
@@ -366,7 +369,7 @@ def test_a_library_whose_drive_is_gone_is_told_in_a_sentence(tmp_path: Path, mon
     assert re.match("The library could not be used .*cannot find the path", json.loads(answer.text)["error"])
 
 
-@pytest.mark.fault("settings cannot be written")
+@pytest.mark.fault("settings cannot be written", see="an error in one sentence")
 def test_settings_that_cannot_be_written_are_refused_with_a_sentence(tmp_path: Path) -> None:
     blocked = tmp_path / "file"
     blocked.write_text("")

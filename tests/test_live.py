@@ -74,7 +74,8 @@ def test_the_newest_frame_wins_and_the_order_stays(comfy: ComfyProcess) -> None:
     assert history.output("stream", "counts") == [{"received": 60, "taken": len(came), "answered": len(came)}]
 
 
-@pytest.mark.fault("a live client takes pictures more slowly than they are made")
+@pytest.mark.fault("a live client takes pictures more slowly than they are made",
+                   see="the newest picture; the stream does not wait")
 def test_a_slow_client_gets_the_newest_picture_and_holds_up_nothing(comfy: ComfyProcess) -> None:
     came: list[int] = []
 
@@ -93,7 +94,8 @@ def test_a_slow_client_gets_the_newest_picture_and_holds_up_nothing(comfy: Comfy
 
 
 @pytest.mark.slow
-@pytest.mark.fault("a live client never takes its pictures")
+@pytest.mark.fault("a live client never takes its pictures",
+                   see="it loses its place after 10 seconds; another may join")
 def test_a_client_that_takes_nothing_loses_its_place(comfy: ComfyProcess) -> None:
     async def act(token: str) -> None:
         async with joined(comfy, token) as client:
@@ -112,7 +114,8 @@ def test_a_client_that_takes_nothing_loses_its_place(comfy: ComfyProcess) -> Non
     assert run_stream(comfy, double(patience=60.0), act).ok
 
 
-@pytest.mark.fault("a live client is gone in the middle of a stream")
+@pytest.mark.fault("a live client is gone in the middle of a stream",
+                   see="the stream waits for another, 30 seconds long")
 def test_a_client_that_is_gone_makes_room_and_none_of_its_pictures_go_to_the_next(comfy: ComfyProcess) -> None:
     async def act(token: str) -> None:
         async with joined(comfy, token) as client:
@@ -133,7 +136,8 @@ def test_a_client_that_is_gone_makes_room_and_none_of_its_pictures_go_to_the_nex
     assert run_stream(comfy, double(seconds=1.5), act).output("stream", "numbers") == [0, 1, 2]
 
 
-@pytest.mark.fault("a second client wants to join a live stream")
+@pytest.mark.fault("a second client wants to join a live stream",
+                   see="it is refused in one sentence; the first goes on")
 def test_a_second_client_is_refused_and_the_first_goes_on(comfy: ComfyProcess) -> None:
     async def act(token: str) -> None:
         async with joined(comfy, token) as client:
@@ -148,7 +152,7 @@ def test_a_second_client_is_refused_and_the_first_goes_on(comfy: ComfyProcess) -
     assert run_stream(comfy, double(), act).ok
 
 
-@pytest.mark.fault("a live client has no token, or one of another stream")
+@pytest.mark.fault("a live client has no token, or one of another stream", see="it is refused in one sentence")
 def test_only_the_streams_own_token_opens_it(comfy: ComfyProcess) -> None:
     tokens: list[str] = []
 
@@ -179,7 +183,7 @@ def test_only_the_streams_own_token_opens_it(comfy: ComfyProcess) -> None:
     assert tokens[0] != tokens[1]
 
 
-@pytest.mark.fault("a page of another site opens a live stream")
+@pytest.mark.fault("a page of another site opens a live stream", see="it is refused")
 def test_pages_of_other_sites_get_neither_the_token_nor_a_connection(comfy: ComfyProcess) -> None:
     here = f"127.0.0.1:{comfy.port}"
     foreign = [
@@ -231,7 +235,7 @@ def test_changes_come_with_the_next_frame_and_stay(comfy: ComfyProcess) -> None:
     }
 
 
-@pytest.mark.fault("a live client sends values that are none")
+@pytest.mark.fault("a live client sends values that are none", see="one sentence; the stream goes on as it was")
 def test_wrong_values_are_told_and_the_stream_goes_on(comfy: ComfyProcess) -> None:
     async def act(token: str) -> None:
         async with joined(comfy, token) as client:
@@ -286,7 +290,7 @@ def png_of(width: int, height: int) -> bytes:
     )
 
 
-@pytest.mark.fault("a live client sends frames that are none, or too large")
+@pytest.mark.fault("a live client sends frames that are none, or too large", see="one sentence; the frame is left out")
 def test_frames_that_are_none_are_told_and_the_stream_goes_on(comfy: ComfyProcess) -> None:
     whole = pictures.write(image(0), "jpeg")
     raw = pictures.write(image(0), "raw")
@@ -414,7 +418,8 @@ def resident(comfy: ComfyProcess) -> int:
     return int(re.search(r"VmRSS:\s+(\d+)", status)[1]) >> 10
 
 
-@pytest.mark.fault("many programs without a token send huge first messages")
+@pytest.mark.fault("many programs without a token send huge first messages",
+                   see="nothing is read beyond 64 KB; they are refused after 10 seconds")
 def test_first_messages_are_no_way_to_fill_the_memory(comfy: ComfyProcess) -> None:
     async def send() -> None:
         with suppress(ConnectionError, asyncio.TimeoutError):
@@ -445,7 +450,7 @@ def test_a_frame_that_comes_with_the_first_message_is_not_lost(comfy: ComfyProce
     assert run_stream(comfy, double(), act).output("stream", "numbers") == [0]
 
 
-@pytest.mark.fault("a live stream is asked for as a page is")
+@pytest.mark.fault("a live stream is asked for as a page is", see="an error in one sentence")
 def test_a_request_that_opens_no_websocket_is_told_so(comfy: ComfyProcess) -> None:
     for headers in ({}, {"Upgrade": "websocket", "Connection": "Upgrade", "Sec-WebSocket-Version": "1"}):
         status, told = ask(comfy, "GET", "/live", headers=headers)

@@ -141,7 +141,7 @@ def test_sixty_frames_of_a_webcam_come_back_in_order_and_change_at_once(
         assert alike(came[number], frames[number], comfy, **changed) < 0.002, (number, changed)
 
 
-@pytest.mark.fault("the page's connection to a live stream breaks")
+@pytest.mark.fault("the page's connection to a live stream breaks", see="it is made again; the stream waits")
 def test_a_broken_connection_is_made_again_and_an_interrupt_ends_all(
     opened: EnginePage, panel: Locator, comfy: ComfyProcess
 ) -> None:
@@ -161,7 +161,8 @@ def test_a_broken_connection_is_made_again_and_an_interrupt_ends_all(
     panel.get_by_role("button", name="Start with webcam").wait_for()
 
 
-@pytest.mark.fault("the page cannot reach a live stream for some seconds")
+@pytest.mark.fault("the page cannot reach a live stream for some seconds",
+                   see="it tries for as long as the stream waits")
 def test_a_connection_is_tried_for_as_long_as_its_stream_waits(opened: EnginePage, panel: Locator) -> None:
     wire, raw = Wire(opened), opened.page.page
     raw.evaluate(KEEP_SOCKETS)

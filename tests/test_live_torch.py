@@ -232,7 +232,7 @@ def test_a_build_compiles_for_the_opt_sizes_and_serves_other_weights_too(
                                                    if not isinstance(d, int)}})
 
 
-@pytest.mark.fault("a compiled file fails when it runs")
+@pytest.mark.fault("a compiled file fails when it runs", see="live weights serve in its place")
 def test_a_compiled_file_that_fails_when_it_runs_leaves_the_call_to_live_weights(tmp_path: Path) -> None:
     net, calls = network("unet", "unlike_levels"), []
 

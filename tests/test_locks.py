@@ -90,7 +90,7 @@ def test_a_lock_that_was_left_behind_is_taken_over_with_a_new_name_in_it(tmp_pat
     lock.release()
 
 
-@pytest.mark.fault("a lock file is nested brackets or other nonsense")
+@pytest.mark.fault("a lock file is nested brackets or other nonsense", see="nothing: the lock is free")
 @pytest.mark.parametrize("text", [b"[" * 100_000, b'{"a":' * 100_000, b'{"lock": NaN}', b"\xff" * 3000],
                          ids=["lists", "objects", "no JSON", "no text"])  # fmt: skip
 def test_a_lock_of_any_text_is_free_and_is_whole_once_it_is_held(text: bytes, tmp_path: Path) -> None:
@@ -119,7 +119,7 @@ def test_a_disk_without_links_still_locks(tmp_path: Path, monkeypatch: pytest.Mo
     assert contents(tmp_path) == []
 
 
-@pytest.mark.fault("a lock is a link that leads nowhere")
+@pytest.mark.fault("a lock is a link that leads nowhere", see="an error in one sentence")
 def test_a_lock_that_leads_nowhere_is_an_error_and_no_endless_wait(tmp_path: Path) -> None:
     (tmp_path / "a.lock").symlink_to(tmp_path / "none" / "x")
     with pytest.raises(OSError, match="neither opened nor made|is no regular file"):
@@ -153,7 +153,8 @@ def test_half_written_files_are_swept_when_they_are_old(tmp_path: Path) -> None:
     assert atomic_files.TEMPORARY == ".tmp-"
 
 
-@pytest.mark.fault("killed builds left the locks of their engines in the library")
+@pytest.mark.fault("killed builds left the locks of their engines in the library",
+                   see="they are swept at the next start or build")
 def test_locks_of_dead_builders_are_swept_and_never_one_that_is_held_or_of_others(tmp_path: Path) -> None:
     left, held = FileLock(tmp_path / ".left.lock"), FileLock(tmp_path / ".held.lock")
     assert left.acquire()

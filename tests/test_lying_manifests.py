@@ -30,7 +30,8 @@ def engine(tmp_path: Path) -> Engine:
     return next(e for e in Library([tmp_path / "library"]).engines() if e.folder.name == name)
 
 
-@pytest.mark.fault("a manifest's value is of a wrong type, too large or no number")
+@pytest.mark.fault("a manifest's value is of a wrong type, too large or no number",
+                   see="the panel calls the engine broken")
 def test_whatever_stands_in_a_manifest_it_is_refused_or_serves_every_use(engine: Engine) -> None:
     data = json.loads((engine.folder / "manifest.json").read_text())
     refused = read = 0
@@ -51,7 +52,8 @@ def test_whatever_stands_in_a_manifest_it_is_refused_or_serves_every_use(engine:
     assert refused > 5 * read > 0
 
 
-@pytest.mark.fault("a manifest lies about names, sizes or files")
+@pytest.mark.fault("a manifest lies about names, sizes or files",
+                   see="the panel calls the engine broken, and can delete it")
 @pytest.mark.parametrize("spoil", [
     lambda d: d["inputs"][0].update(dtype="evil"),
     lambda d: d.update(source={"path": "\ud800"}),

@@ -14,7 +14,7 @@ from child_memory import Measured
 from fake_engine import publish_engine
 from hybrid_trt.architectures.shapes import Profile, Range
 from hybrid_trt.backends import backends
-from hybrid_trt.backends.tensorrt import version8
+from hybrid_trt.backends.tensorrt.version8.backend import BACKEND as VERSION8
 from hybrid_trt.engine_builder import resources
 from hybrid_trt.engine_builder.build import build_engine
 from hybrid_trt.engine_builder.check import check_engine
@@ -25,7 +25,7 @@ from hybrid_trt.sessions.gpu_memory import is_out_of_memory
 BUILDS = ROOT / "benchmarks" / "results" / "builds.json"
 
 
-@pytest.mark.fault("main memory has too little room for a build")
+@pytest.mark.fault("main memory has too little room for a build", see="an error in one sentence, with both figures")
 def test_a_build_without_room_in_main_memory_is_refused_before_it_starts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -50,7 +50,7 @@ def test_a_network_that_is_too_large_for_one_backend_is_told_of_a_smaller_need(m
         resources.check_memory(backends()["tensorrt_rtx"], sdxl, "sdxl")
 
 
-@pytest.mark.fault("main memory has too little room for a check")
+@pytest.mark.fault("main memory has too little room for a check", see="an error in one sentence, with both figures")
 def test_a_check_without_room_in_main_memory_is_refused_before_it_starts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -65,7 +65,8 @@ def test_a_check_without_room_in_main_memory_is_refused_before_it_starts(
     assert trust.built_here(engine), "nothing was found out about it"
 
 
-@pytest.mark.fault("an engine for large pictures alone is compared on the CPU")
+@pytest.mark.fault("an engine for large pictures alone is compared on the CPU",
+                   see="nothing: the comparison stays small")
 def test_what_runs_on_a_cpu_is_small_though_the_engine_takes_large_pictures_alone(tmp_path: Path) -> None:
     """The attention of one picture of 1024 px took gigabytes for each head, in a network of any size."""
     tasks: list[dict] = []
@@ -140,5 +141,5 @@ def test_the_estimate_covers_what_builds_of_tensorrt_8_were_seen_to_take() -> No
     sizes = {"sd15_controlnet": 722_558_240, "sd15_unet": 1_719_041_928, "sdxl_unet": 5_134_927_368}
     for case, peak in seen:
         (weights,) = (size for name, size in sizes.items() if case.startswith(name))
-        asked = resources.FIXED + version8.build_memory(weights)
+        asked = resources.FIXED + VERSION8.build_memory(weights)
         assert peak * 1e9 - weights <= asked <= 1.2 * peak * 1e9, case

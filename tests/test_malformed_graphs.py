@@ -63,7 +63,8 @@ def variants() -> list[dict[str, Any]]:
     return [*found, {**GRAPH, **chain, "1": {"class_type": "A", "inputs": {"a": ["100", 0], "b": ["4", 0]}}}]
 
 
-@pytest.mark.fault("the page asks about a graph with malformed nodes or links")
+@pytest.mark.fault("the page asks about a graph with malformed nodes or links",
+                   see="an answer, or an error in one sentence")
 @pytest.mark.parametrize("node", ["2", "3"])
 def test_every_malformed_graph_is_answered_with_states_or_one_sentence(comfy: ComfyProcess, node: str) -> None:
     answers = {}
@@ -75,7 +76,7 @@ def test_every_malformed_graph_is_answered_with_states_or_one_sentence(comfy: Co
     assert answers.keys() == {200, 400}
 
 
-@pytest.mark.fault("a request nests 800 deep")
+@pytest.mark.fault("a request nests 800 deep", see="an error in one sentence")
 @pytest.mark.parametrize("body", [
     {"prompt": GRAPH, "nodes": [nested(500)]}, {"prompt": GRAPH, "nodes": [[["2"]]]},
     {"prompt": nested(900), "nodes": []},
@@ -118,7 +119,7 @@ def put(queue: PromptQueue, name: str, prompt: Any, graph: Any = None, outputs: 
     queue.put((0, name, copy.deepcopy(prompt), order, outputs, {}))
 
 
-@pytest.mark.fault("a malformed prompt of another user waits in the queue")
+@pytest.mark.fault("a malformed prompt of another user waits in the queue", see="nothing")
 def test_a_malformed_prompt_that_waits_costs_other_prompts_nothing(queue: PromptQueue) -> None:
     put(queue, "0 own", GRAPH)
     queue.get()
@@ -147,7 +148,7 @@ def test_only_the_own_prompt_is_read_when_a_node_tells_of_its_order(
     assert read == ["0 own"]
 
 
-@pytest.mark.fault("the running prompt has malformed nodes")
+@pytest.mark.fault("the running prompt has malformed nodes", see="nothing of ours: ComfyUI tells about them")
 def test_a_running_prompt_is_read_without_its_malformed_nodes(queue: PromptQueue) -> None:
     for number, graph in enumerate(variants()):
         put(queue, f"{number}", graph)

@@ -38,7 +38,7 @@ def test_what_is_opened_is_read_anew_each_time_and_compared_with_what_was_built(
     assert engine.read_checked("model.onnx")
 
 
-@pytest.mark.fault("more files lie in an engine's folder than were built")
+@pytest.mark.fault("more files lie in an engine's folder than were built", see="nothing: they are not opened")
 @pytest.mark.parametrize("name", ["manifest.json", "../model.onnx", "other"])
 def test_what_the_manifest_does_not_name_is_not_opened(tmp_path: Path, name: str) -> None:
     engine = publish_engine(tmp_path)
@@ -46,7 +46,7 @@ def test_what_the_manifest_does_not_name_is_not_opened(tmp_path: Path, name: str
         engine.read_checked(name)
 
 
-@pytest.mark.fault("an engine does not fit into main memory when it is opened")
+@pytest.mark.fault("an engine does not fit into main memory when it is opened", see="normal speed: *engine failed*")
 def test_without_the_memory_to_read_it_an_engine_is_not_opened_and_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

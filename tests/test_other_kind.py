@@ -68,7 +68,7 @@ def test_a_controlnet_for_another_kind_of_model_fails_as_native_does(
 ) -> None:
     net = controlnet(files["tiny_sdxl_a"])
     choice = EngineChoice(Profile({s: Range(1, 16, 64) for s in ("B", "H", "W", "T", "HB")}), "auto", "torch")
-    handle = EngineHandle(NativeNetwork.of_controlnet(net, "net"), choice, Library([tmp_path]), "engine")
+    handle = EngineHandle.look_up(NativeNetwork.of_controlnet(net, "net"), choice, Library([tmp_path]), "engine")
     vector = {"pooled_output": torch.zeros(1, 1280)}
     for given in ({}, vector):
         natively = failure(files[NAME], net, given)

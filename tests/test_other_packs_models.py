@@ -57,7 +57,7 @@ def replaced(place: str, by: Callable[[Any], Callable] | None = None) -> Iterato
         setattr(owner, name, own)
 
 
-@pytest.mark.fault("another pack replaces ComfyUI's functions")
+@pytest.mark.fault("another pack replaces ComfyUI's functions", see="normal speed: *model patched*")
 @pytest.mark.parametrize("place", CODE)
 def test_code_that_a_pack_replaces_is_natives_until_it_is_put_back(file: Path, library: Library, place: str) -> None:
     reference, patched = natively(file), Patched(load(file), library)
@@ -327,7 +327,8 @@ def edited(model: ModelPatcher, edit: Callable[[torch.nn.Module], None]) -> Mode
     return model
 
 
-@pytest.mark.fault("another pack writes to weights after the engine node")
+@pytest.mark.fault("another pack writes to weights after the engine node",
+                   see="normal speed with a reason, or the new weights")
 @slow.when("torch", but=["in_place"])
 @BACKENDS
 @pytest.mark.parametrize("edit", EDITS)
@@ -370,7 +371,7 @@ def edited_control(net: torch.nn.Module) -> Callable[[], None]:
     return lambda: net.zero_convs[0][0].weight.data.mul_(0.5)
 
 
-@pytest.mark.fault("another pack changes a ControlNet")
+@pytest.mark.fault("another pack changes a ControlNet", see="normal speed with a reason")
 @pytest.mark.parametrize("change", [other_code, hooked_control, edited_control])
 def test_a_controlnet_that_a_pack_changes_acts_as_in_native(controlled: Controlled, change: Callable) -> None:
     def native() -> torch.Tensor:

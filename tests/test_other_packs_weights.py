@@ -30,7 +30,7 @@ KINDS = {**GGUF, "NF4": "bitsandbytes weights",
          "whole numbers": "Nunchaku weights", "another patcher": "GGUF weights"}  # fmt: skip
 
 
-@pytest.mark.fault("another pack's loader brings weights of its own (GGUF)")
+@pytest.mark.fault("another pack's loader brings weights of its own (GGUF)", see="normal speed: *unsupported model*")
 @pytest.mark.parametrize(
     ("kind", "backend"),
     [*((kind, AUTO) for kind in KINDS), ("GGUF", "torch"), ("GGUF", "onnxruntime"),

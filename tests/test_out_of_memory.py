@@ -37,7 +37,8 @@ class Full:
         return self._real(*arguments)
 
 
-@pytest.mark.fault("the card is full and stays so when an engine opens, or in the middle of a run")
+@pytest.mark.fault("the card is full and stays so when an engine opens, or in the middle of a run",
+                   see="normal speed: *engine failed*; the next run tries again")
 @pytest.mark.parametrize(("when", "served"), [("load", 0), ("call", 0), ("call", 2), ("call", STEPS - 1)])
 def test_a_card_that_is_full_at_load_or_in_mid_sampling_gives_natives_picture_and_a_reason(
     file: Path, library: Library, monkeypatch: pytest.MonkeyPatch, when: str, served: int
@@ -61,7 +62,8 @@ def test_a_card_that_is_full_at_load_or_in_mid_sampling_gives_natives_picture_an
     assert patched.counts == (STEPS, 0), "the next run tries again"
 
 
-@pytest.mark.fault("the card is full while a CUDA graph is recorded")
+@pytest.mark.fault("the card is full while a CUDA graph is recorded",
+                   see="the engine runs unrecorded; *TRT Report* says why")
 def test_a_card_that_is_full_while_calls_are_recorded_runs_them_unrecorded_and_says_why(
     file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

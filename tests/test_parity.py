@@ -79,7 +79,8 @@ def test_every_call_is_counted_for_its_network(sd15: ComfyProcess) -> None:
     assert 0 < result.controlnets[A.file]["engine"] < 4
 
 
-@pytest.mark.fault("control image, size, prompt and batch change from run to run")
+@pytest.mark.fault("control image, size, prompt and batch change from run to run",
+                   see="nothing: no old result is shown")
 def test_switching_control_size_prompt_and_batch_between_prompts_never_gives_a_stale_result(sd15: ComfyProcess) -> None:
     sequence = [
         STACKED,

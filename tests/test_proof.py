@@ -30,8 +30,11 @@ HERE, ELSEWHERE = "sm_89 NVIDIA RTX of a test", "sm_120 NVIDIA RTX of another te
 class OnGpu(OnnxRuntimeBackend):
     """ONNX Runtime, said to run on the GPU."""
 
-    def unavailable(self, device: torch.device) -> None:
+    def cannot_run(self, device: torch.device) -> None:
         return None
+
+    def options(self, settings: Settings) -> dict[str, Any]:
+        return {"level": settings.tensorrt_level}
 
 
 @pytest.fixture(autouse=True)
@@ -73,7 +76,7 @@ def test_a_build_runs_its_engine_on_the_gpu_at_least_best_and_largest_size_and_k
 ) -> None:
     write_settings(tmp_path, Settings(tensorrt_level=3))
     engine, tasks = build(tmp_path)
-    assert tasks[0]["then"]["level"] == 3
+    assert tasks[0]["then"]["options"] == {"level": 3}
     assert [task["step"] for task in tasks] == ["export", "check"]
     task = tasks[-1]
     assert task["device"] == "cuda"
@@ -128,7 +131,7 @@ def test_native_computes_exactly_while_an_engine_is_held_against_it(
     assert torch.backends.cudnn.allow_tf32 is True, "prompts and the clock have torch's default"
 
 
-@pytest.mark.fault("a built engine computes something else on its GPU")
+@pytest.mark.fault("a built engine computes something else on its GPU", see="an error in one sentence; it is not kept")
 def test_an_engine_that_differs_from_native_on_its_gpu_is_not_kept(tmp_path: Path) -> None:
     with pytest.raises(BuildError, match="made of .* differs from the normal model by .* so it is not used"):
         build(tmp_path, limit=0.0)
@@ -186,6 +189,16 @@ def test_the_page_is_told_how_fast_an_engine_was_in_its_proof(tmp_path: Path) ->
     trust.keep(engine.folder, engine.manifest, trust.Record(trust.BUILT, parity=figures, gpu=HERE))
     told = engine_json(engine)
     assert (told["rel_err"], told["native_rel_err"], told["speed"]) == (2e-3, 3e-3, 3.2)
+
+
+def test_blocks_that_were_timed_alone_say_nothing_of_a_whole_call(tmp_path: Path) -> None:
+    engine = publish_engine(tmp_path)
+    for relative_time, slow in ((0.45, False), (1.1, True)):
+        parity = {"rel_err": 2e-3, "relative_time": relative_time}
+        trust.keep(engine.folder, engine.manifest, trust.Record(trust.BUILT, parity=parity, gpu=HERE))
+        assert trust.is_slow(engine, HERE) is slow
+        assert trust.call_times([engine]) is None, "the report says how much faster a call is by this"
+        assert engine_json(engine)["speed"] is None
 
 
 def test_a_record_whose_gpu_was_edited_is_none(tmp_path: Path) -> None:

@@ -203,7 +203,7 @@ def test_engine_nodes_of_an_acyclic_graph_have_states_that_do_not_depend_on_ids(
     holds(check, examples, graph=graphs(cycles=False, malformed=False))
 
 
-@pytest.mark.fault("the page asks about a graph that goes in circles")
+@pytest.mark.fault("the page asks about a graph that goes in circles", see="an answer, or an error in one sentence")
 @pytest.mark.parametrize("examples", EXAMPLES)
 def test_cyclic_and_malformed_graphs_are_answered(client: Client, examples: int) -> None:
     def check(graph: dict[str, Any], nodes: Any) -> None:
@@ -218,7 +218,7 @@ def test_cyclic_and_malformed_graphs_are_answered(client: Client, examples: int)
     holds(check, examples, graph=drawn_graphs, nodes=some | st.sampled_from(IDS).map(lambda node: [node]))
 
 
-@pytest.mark.fault("anything is posted to a route")
+@pytest.mark.fault("anything is posted to a route", see="an answer in strict JSON, or an error in one sentence")
 @pytest.mark.parametrize("examples", EXAMPLES)
 def test_whatever_is_posted_to_a_route_is_answered(client: Client, examples: int) -> None:
     fields = st.fixed_dictionaries({}, optional={name: VALUES for name in (
@@ -239,7 +239,7 @@ def test_whatever_is_posted_to_a_route_is_answered(client: Client, examples: int
     holds(check, examples, path=st.sampled_from(ROUTES), body=bodies, headers=headers)
 
 
-@pytest.mark.fault("a request names a path outside the library")
+@pytest.mark.fault("a request names a path outside the library", see="an error in one sentence; no file is touched")
 @pytest.mark.parametrize("examples", EXAMPLES)
 def test_no_path_leads_out_of_the_library(client: Client, examples: int) -> None:
     names = TEXT | st.sampled_from(["..", ".", "../checkpoints", "..%2f..", "%2e%2e", ".settings.json", NOTES, "con"])
@@ -327,7 +327,8 @@ def engine(tmp_path: Path) -> Engine:
     path = tmp_path / "library" / name / "manifest.json"
     data = json.loads(path.read_text())
     data["identity"]["layout"] = "layout2-" + "a" * 56
-    figures = dict.fromkeys(("rel_err", "native_rel_err", "limit", "native_ms", "engine_ms", "refit_s"), 1.0)
+    names = ("rel_err", "native_rel_err", "limit", "native_ms", "engine_ms", "relative_time", "refit_s")
+    figures = dict.fromkeys(names, 1.0)
     data |= {"fingerprint": "f", "parameters": 7, "built_with": "b" * 64, "parity": {**figures, "cases": [{"t": 1}]},
              "source": {"path": "/x/a.safetensors", "size": 1, "mtime_ns": 2, "name": "a"}}  # fmt: skip
     manifest = Manifest.parse(json.dumps(with_true_key(data)).encode(), "it")
@@ -356,7 +357,7 @@ def test_an_engine_with_anything_in_its_manifest_is_listed_or_broken(engine: Eng
     holds(check, 4 * examples, place=st.integers(0, 10**6), value=VALUES, true_key=st.booleans())
 
 
-@pytest.mark.fault("a manifest is any bytes")
+@pytest.mark.fault("a manifest is any bytes", see="the panel calls the engine broken")
 @pytest.mark.parametrize("examples", EXAMPLES)
 def test_any_bytes_in_place_of_a_manifest_are_a_broken_engine(engine: Engine, examples: int) -> None:
     path, library = engine.folder / "manifest.json", Library([engine.folder.parent])

@@ -69,8 +69,8 @@ def test_the_page_says_so_and_the_build_button_changes_nothing(
 ) -> None:
     states, submitted = NodeStates(library, BuildQueue()), []
     monkeypatch.setattr(building.builds, "submit", lambda *given: submitted.append(given))
-    handle = EngineHandle(NativeNetwork.of_model(quantised, "a.safetensors"), EngineChoice(PROFILE, backend=backend),
-                          library, "node", "key")
+    network, choice = NativeNetwork.of_model(quantised, "a.safetensors"), EngineChoice(PROFILE, backend=backend)
+    handle = EngineHandle.look_up(network, choice, library, "node", "key")
     building.build_as_requested(handle, again=True)
     building.build_if_missing(handle, building.BUILD_NOW)
     states.learn("key", handle)

@@ -108,7 +108,7 @@ def test_whole_prompts_are_natives(models: dict[str, Path], tmp_path: Path, back
             engine_of(one, tmp_path)
     patched = Patched(network, tmp_path, backend)
     choice = EngineChoice(profile_of(control_network), backend=backend)
-    handle = EngineHandle(control_network, choice, Library([tmp_path]), f"control of {tmp_path}")
+    handle = EngineHandle.look_up(control_network, choice, Library([tmp_path]), f"control of {tmp_path}")
     backed, native = back_with_engine(control, handle), loaded(models)
     plain = sample(network_of(models, MODEL).patcher, WIDTH)
     for count, options, calls in ((1, {}, 6), (2, {"words": (9, 9)}, 5), (1, {"references": [(8, 6)]}, 6)):

@@ -73,7 +73,8 @@ def worker(sd15: ComfyProcess, orders: tuple[Path, Path]) -> Iterator[ComfyProce
         yield process
 
 
-@pytest.mark.fault("a workflow that shall warm a worker cannot run")
+@pytest.mark.fault("a workflow that shall warm a worker cannot run",
+                   see="the worker is not ready, and `/ready` has ComfyUI's reason")
 def test_a_worker_is_ready_once_all_its_workflows_have_run_and_no_sooner(
     worker: ComfyProcess, sd15: ComfyProcess, orders: tuple[Path, Path]
 ) -> None:
@@ -133,7 +134,8 @@ def test_what_cannot_warm_is_refused_with_comfyuis_reason_and_changes_nothing(sd
     assert ready(sd15)[1]["warmed"] == []
 
 
-@pytest.mark.fault("a workflow that warms a worker fails while it runs")
+@pytest.mark.fault("a workflow that warms a worker fails while it runs",
+                   see="the worker is not ready until a workflow of that name has run; `/ready` has ComfyUI's reason")
 def test_a_workflow_that_fails_while_it_warms_holds_work_back_until_it_runs(sd15: ComfyProcess) -> None:
     good = work(4, steps=1)
     narrow = {"class_type": "TestConditioning", "inputs": {**good["positive"]["inputs"], "width": 5}}

@@ -42,7 +42,7 @@ def test_on_windows_a_scanner_that_holds_a_new_file_leaves_the_old_engine_in_its
     assert library.engines() == [old]
 
 
-@pytest.mark.fault("a process is killed while it replaces an engine")
+@pytest.mark.fault("a process is killed while it replaces an engine", see="nothing: the old engine comes back")
 def test_an_engine_that_a_killed_process_had_put_aside_comes_back(tmp_path: Path) -> None:
     engine = publish_engine(tmp_path)
     aside = tmp_path / ".building-1-x" / REPLACED

@@ -18,6 +18,7 @@ from comfy_process import ComfyProcess
 from drawn_workflows import drawn, wires
 from fake_engine import publish
 from hybrid_trt.architectures.shapes import SIZE_NAMES, RequestedSizes
+from hybrid_trt.backends import AUTO, backends
 from hybrid_trt.engine_library import Library, LibraryError
 from hybrid_trt.engine_library.disk import check_limit
 from json_places import with_true_key
@@ -112,7 +113,8 @@ def test_nothing_but_engines_can_be_named(comfy: ComfyProcess, engine: Path, met
     assert isinstance(answer, str) or answer["error"].endswith("nothing was done.")
 
 
-@pytest.mark.fault("the list of engines is asked for while a manifest has figures of a wrong type")
+@pytest.mark.fault("the list of engines is asked for while a manifest has figures of a wrong type",
+                   see="the list; that engine is called broken")
 @pytest.mark.parametrize("parity", [
     {"rel_err": 1e-6, "native_ms": "1", "engine_ms": "2"}, {"rel_err": 1e-6, "native_ms": [], "engine_ms": {}},
     {"rel_err": None}, {"rel_err": "1"}, {"rel_err": 1e-6, "native_rel_err": {}}, {"rel_err": 1e-6, "refit_s": "long"},
@@ -161,7 +163,7 @@ CHANGES = [("DELETE", "/engines/{}"), ("POST", "/engines/{}/verify"), ("POST", "
            ("POST", "/builds/clear")]
 
 
-@pytest.mark.fault("another site's page sends a request")
+@pytest.mark.fault("another site's page sends a request", see="it is refused")
 @pytest.mark.parametrize(("method", "path"), CHANGES)
 @pytest.mark.parametrize("headers", [
     {},
@@ -240,7 +242,7 @@ def test_what_was_left_as_it_was_is_told(comfy: ComfyProcess) -> None:
         assert bool(answer["left"]) is bool(left)
 
 
-@pytest.mark.fault("a request is huge or no JSON")
+@pytest.mark.fault("a request is huge or no JSON", see="an error in one sentence")
 def test_huge_and_broken_bodies_are_refused(comfy: ComfyProcess) -> None:
     status, answer = ask(comfy, "POST", "/nodes", b" " * (3 << 20))
     assert (status, "larger than 2 MB" in answer["error"]) == (413, True)
@@ -250,7 +252,7 @@ def test_huge_and_broken_bodies_are_refused(comfy: ComfyProcess) -> None:
         assert ask(comfy, "POST", "/settings", b'{"limit_gb": ' + number + b"}")[0] == 400
 
 
-@pytest.mark.fault("a request's body is compressed, or is said to be")
+@pytest.mark.fault("a request's body is compressed, or is said to be", see="an error in one sentence, at once")
 @pytest.mark.parametrize("path", ["/settings", "/nodes", "/accelerate", "/builds/clear"])
 def test_compressed_bodies_are_refused_at_once(comfy: ComfyProcess, path: str) -> None:
     for encoding in ("deflate", "gzip"):
@@ -332,11 +334,12 @@ def test_the_limit_is_kept_and_refuses_what_does_not_fit(
     comfy: ComfyProcess, engine: Path, settings_file: Path
 ) -> None:
     folder = str(engine.parent)
-    plain = {"folders": [folder], "limit_gb": 0.0, "build_minutes": 0.0, "tensorrt_level": 0}
+    offered = {"folders": [folder], "backends": [AUTO, *backends()]}
+    plain = {**offered, "limit_gb": 0.0, "build_minutes": 0.0, "tensorrt_level": 0}
     assert ask(comfy, "GET", "/settings") == (200, plain)
     assert post(comfy, "/settings", {"build_minutes": 90, "tensorrt_level": 2})[0] == 200
     changed = {"limit_gb": 1e-9, "build_minutes": 90.0, "tensorrt_level": 2}
-    assert post(comfy, "/settings", {"limit_gb": 1e-9}) == (200, {"folders": [folder], **changed}), "the others stay"
+    assert post(comfy, "/settings", {"limit_gb": 1e-9}) == (200, {**offered, **changed}), "the others stay"
     assert json.loads(settings_file.read_text())["limit_gb"] == 1e-9
     with pytest.raises(LibraryError, match="settings allow .* raise the limit"):
         check_limit(Library([engine.parent]), 1, "A build")
@@ -352,7 +355,7 @@ def test_the_page_is_told_the_choices_of_sizes_that_families_offer(comfy: ComfyP
         assert tuple(one["sizes"]) == SIZE_NAMES
 
 
-@pytest.mark.fault("two tabs change settings at once")
+@pytest.mark.fault("two tabs change settings at once", see="nothing: both are kept")
 def test_settings_that_two_tabs_change_at_once_are_both_kept(comfy: ComfyProcess, settings_file: Path) -> None:
     for round_ in range(5):
         asked = {"limit_gb": 100 + round_, "build_minutes": 30 + round_, "tensorrt_level": 1 + round_ % 4}
@@ -381,7 +384,7 @@ def test_settings_are_no_other_sites_to_change(comfy: ComfyProcess, settings_fil
     assert not settings_file.exists()
 
 
-@pytest.mark.fault("a stranger's name leads to this computer")
+@pytest.mark.fault("a stranger's name leads to this computer", see="it is refused")
 @pytest.mark.parametrize(("host", "origin", "status"), [
     ("evil.example:{}", "http://evil.example:{}", 403),
     ("127.0.0.1.evil.example:{}", "http://127.0.0.1.evil.example:{}", 403),

@@ -79,7 +79,7 @@ def put(path: Path, kind: str, target: Path) -> None:
 KINDS = pytest.mark.parametrize("kind", ["link", "pipe"])
 
 
-@pytest.mark.fault("a link or a pipe lies in the place of a lock")
+@pytest.mark.fault("a link or a pipe lies in the place of a lock", see="the target is untouched; nothing hangs")
 @KINDS
 def test_a_lock_writes_to_nothing_but_a_file_of_its_own(kind: str, tmp_path: Path, target: Path) -> None:
     put(tmp_path / "a.lock", kind, target)
@@ -95,7 +95,8 @@ def test_a_lock_writes_to_nothing_but_a_file_of_its_own(kind: str, tmp_path: Pat
     assert target.read_bytes() == THEIRS
 
 
-@pytest.mark.fault("a link or a pipe lies in the place of the mark of the last use")
+@pytest.mark.fault("a link or a pipe lies in the place of the mark of the last use",
+                   see="nothing: the target is untouched")
 @KINDS
 def test_a_mark_of_use_touches_nothing_else(kind: str, engine: Engine, target: Path) -> None:
     os.utime(target, (1, 1))
@@ -106,7 +107,7 @@ def test_a_mark_of_use_touches_nothing_else(kind: str, engine: Engine, target: P
     assert last_used(engine) is None
 
 
-@pytest.mark.fault("a link or a pipe lies in the place of the settings")
+@pytest.mark.fault("a link or a pipe lies in the place of the settings", see="the usual settings; nothing hangs")
 @KINDS
 def test_settings_are_read_from_a_file_alone(kind: str, tmp_path: Path, target: Path) -> None:
     target.write_text('{"limit_gb": 7}')
@@ -114,7 +115,8 @@ def test_settings_are_read_from_a_file_alone(kind: str, tmp_path: Path, target: 
     assert in_time(lambda: read_settings(tmp_path)) == Settings()
 
 
-@pytest.mark.fault("a link or a pipe lies in the place of a manifest or a record")
+@pytest.mark.fault("a link or a pipe lies in the place of a manifest or a record",
+                   see="that engine does not serve; nothing hangs")
 @KINDS
 @pytest.mark.parametrize("name", [MANIFEST_NAME, RECORD_NAME])
 def test_manifests_and_records_are_files(kind: str, name: str, engine: Engine, tmp_path: Path) -> None:
@@ -134,7 +136,7 @@ def test_manifests_and_records_are_files(kind: str, name: str, engine: Engine, t
     assert trust.built_here(engine)
 
 
-@pytest.mark.fault("a small file has grown to a terabyte")
+@pytest.mark.fault("a small file has grown to a terabyte", see="it is refused unread")
 def test_a_file_without_end_is_not_read_whole(tmp_path: Path) -> None:
     huge = tmp_path / "huge"
     with huge.open("wb") as file:
@@ -148,7 +150,8 @@ TEXTS = ["[" * 100_000, '{"a": ' * 50_000, "[1, 2]", "null", '"x"', "NaN", '{"a"
 """Files of JSON that hold something else than they should."""
 
 
-@pytest.mark.fault("settings, hashes or a workflow nest 100,000 deep or hold something else")
+@pytest.mark.fault("settings, hashes or a workflow nest 100,000 deep or hold something else",
+                   see="the usual settings, or an error in one sentence")
 @pytest.mark.parametrize("text", TEXTS)
 def test_settings_hashes_and_workflows_of_any_form_are_refused_and_end_nothing(
     text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -162,14 +165,14 @@ def test_settings_hashes_and_workflows_of_any_form_are_refused_and_end_nothing(
         workflows._read(tmp_path / FILE_NAME)
 
 
-@pytest.mark.fault("the file of notes on nodes is nonsense")
+@pytest.mark.fault("the file of notes on nodes is nonsense", see="nothing: the pack loads")
 @pytest.mark.parametrize("text", TEXTS)
 def test_notes_on_nodes_of_any_form_let_the_pack_load(text: str, tmp_path: Path) -> None:
     (tmp_path / node_records.FILE_NAME).write_text(text)
     assert not node_records.read_records(tmp_path / node_records.FILE_NAME)
 
 
-@pytest.mark.fault("others may read this machine's key")
+@pytest.mark.fault("others may read this machine's key", see="normal speed: *stale engine*, and a warning")
 @pytest.mark.parametrize("mode", [0o644, 0o660, 0o604])
 def test_a_secret_that_others_may_read_proves_nothing(
     mode: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
@@ -188,7 +191,7 @@ def test_a_secret_that_others_may_read_proves_nothing(
     assert trust.is_signed("text", again)
 
 
-@pytest.mark.fault("a key belongs to another user, and ComfyUI runs as root")
+@pytest.mark.fault("a key belongs to another user, and ComfyUI runs as root", see="it is not used, with a warning")
 @pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0, reason="only root can give files away")
 def test_another_users_key_is_not_roots(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(trust.FOLDER_VARIABLE, str(tmp_path))
@@ -202,7 +205,7 @@ def test_another_users_key_is_not_roots(tmp_path: Path, monkeypatch: pytest.Monk
     assert "another user's" in fleet_key.why_refused()
 
 
-@pytest.mark.fault("a workflow has half a character")
+@pytest.mark.fault("a workflow has half a character", see="an error in one sentence")
 def test_half_a_character_is_refused_in_a_sentence(tmp_path: Path) -> None:
     path = tmp_path / "workflow.json"
     for text in (b'{"1": "\\ud83d"}', b'["\xed\xa0\xbd"]', b'{"\\udc00": 1}'):
@@ -212,7 +215,7 @@ def test_half_a_character_is_refused_in_a_sentence(tmp_path: Path) -> None:
     assert schema.loads_whole('"\\ud83d\\ude00"') == "\U0001f600"
 
 
-@pytest.mark.fault("this machine's key is a link to a file that others know")
+@pytest.mark.fault("this machine's key is a link to a file that others know", see="normal speed: *stale engine*")
 def test_a_secret_is_no_link_to_a_file_that_others_know(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(trust.FOLDER_VARIABLE, str(tmp_path / "own"))
     trust.sign("text")
@@ -249,7 +252,8 @@ def put_folder(path: Path, kind: str, elsewhere: Path) -> None:
         os.chown(path, 12345, -1)
 
 
-@pytest.mark.fault("others may write to the folder of torch's compiled programs")
+@pytest.mark.fault("others may write to the folder of torch's compiled programs",
+                   see="a warning; a private folder is used")
 @pytest.mark.parametrize("variable", ["", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"])
 @pytest.mark.parametrize("kind", ["own", "foreign", "open", "shared", "link", "file"])
 def test_what_torch_compiles_is_kept_where_nobody_else_can_write(
@@ -281,7 +285,7 @@ def test_what_torch_compiles_is_kept_where_nobody_else_can_write(
     assert not list((tmp_path / "elsewhere").glob("*"))
 
 
-@pytest.mark.fault("a file changes between its check and its use")
+@pytest.mark.fault("a file changes between its check and its use", see="nothing: what was checked is what is run")
 def test_what_is_run_is_made_of_the_very_bytes_that_were_checked(engine: Engine) -> None:
     """Neither its size nor its time tells that a file was changed through a mapping."""
     name = next(iter(engine.manifest.files))
@@ -314,7 +318,8 @@ def kept(engine: Engine, tmp_path: Path) -> Iterator[None]:
         shutil.copy2(tmp_path / name, engine.folder / name)
 
 
-@pytest.mark.fault("an open engine's file is overwritten in its place, cut short or deleted")
+@pytest.mark.fault("an open engine's file is overwritten in its place, cut short or deleted",
+                   see="nothing: what was opened serves on")
 @pytest.mark.parametrize("name", ["model.onnx", "model.onnx.data"])
 def test_an_open_engine_computes_the_same_whatever_becomes_of_its_files(
     name: str, engine: Engine, given: dict[str, torch.Tensor], kept: None
@@ -329,7 +334,8 @@ def test_an_open_engine_computes_the_same_whatever_becomes_of_its_files(
         assert all(torch.equal(again[output], value) for output, value in before.items())
 
 
-@pytest.mark.fault("a file is changed through a mapping, with its old size and time")
+@pytest.mark.fault("a file is changed through a mapping, with its old size and time",
+                   see="normal speed: *broken engine*")
 @pytest.mark.parametrize("name", ["model.onnx", "model.onnx.data"])
 def test_a_file_that_was_changed_through_a_mapping_is_not_opened_again(
     name: str, engine: Engine, given: dict[str, torch.Tensor], kept: None
@@ -344,7 +350,8 @@ def test_a_file_that_was_changed_through_a_mapping_is_not_opened_again(
             session.run(given)
 
 
-@pytest.mark.fault("a compiled file is changed through a mapping after it was checked")
+@pytest.mark.fault("a compiled file is changed through a mapping after it was checked",
+                   see="it does not run; normal speed: *broken engine*")
 @pytest.mark.slow
 @COMPILES
 def test_a_compiled_file_that_was_changed_through_a_mapping_does_not_run(tmp_path: Path) -> None:

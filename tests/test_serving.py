@@ -47,7 +47,7 @@ def inputs_of(net: NativeNetwork, seed: int = 1) -> dict[str, torch.Tensor]:
 
 
 def handle_of(net: NativeNetwork, folder: Path, backend: str = "torch") -> EngineHandle:
-    return EngineHandle(net, EngineChoice(PROFILE, "auto", backend), Library([folder]), "1")
+    return EngineHandle.look_up(net, EngineChoice(PROFILE, "auto", backend), Library([folder]), "1")
 
 
 def native(net: NativeNetwork, given: dict[str, torch.Tensor]) -> list[torch.Tensor]:
@@ -62,7 +62,7 @@ def native(net: NativeNetwork, given: dict[str, torch.Tensor]) -> list[torch.Ten
 # The weights of each call
 
 
-@pytest.mark.fault("two nodes share a network with different patches")
+@pytest.mark.fault("two nodes share a network with different patches", see="nothing: each has its own weights")
 @pytest.mark.parametrize("kind", ["unet", "controlnet"])
 def test_nodes_of_one_network_with_other_patches_do_not_serve_each_others_weights(kind: str, tmp_path: Path) -> None:
     plain = network(kind, "unlike_levels")
@@ -167,7 +167,7 @@ def test_an_engine_that_was_built_again_serves_in_the_place_of_the_open_one(tmp_
         open_one.unload()  # evicted; it was "broken" after this
 
 
-@pytest.mark.fault("an engine is deleted while a prompt uses it")
+@pytest.mark.fault("an engine is deleted while a prompt uses it", see="normal speed: *broken engine*")
 @pytest.mark.parametrize("when", ["before", "while it is looked at"])
 def test_an_engine_that_is_deleted_while_it_is_used_is_a_fallback(
     when: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -196,7 +196,7 @@ def test_a_lack_of_memory_for_a_calls_results_is_a_fallback(tmp_path: Path, monk
     assert refused.value.fallback.reason is Reason.ENGINE_FAILED
 
 
-@pytest.mark.fault("the library's drive cannot be read")
+@pytest.mark.fault("the library's drive cannot be read", see="normal speed: *no engine*, with the system's words")
 def test_a_library_that_cannot_be_read_is_a_fallback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     handle = handle_of(network("unet", "unlike_levels"), tmp_path)
 
@@ -335,7 +335,7 @@ def test_native_weights_of_a_controlnet_that_comfyui_took_in_between_are_loaded_
 def everything_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     """A double of a machine where every backend could run on a CUDA GPU."""
     for backend in backends().values():
-        monkeypatch.setattr(backend, "unavailable", lambda _device: None)
+        monkeypatch.setattr(backend, "cannot_run", lambda _device: None)
 
 
 @pytest.fixture
@@ -376,7 +376,7 @@ def test_auto_on_cuda_serves_without_an_engine_and_never_hashes_a_checkpoint(
         monkeypatch.setattr(NativeNetwork, name, hashed)
     larger = Profile({**PROFILE.ranges, "H": Range(4, 20, 80)})
     for net, profile in ((plain, PROFILE), (with_lora(plain), PROFILE), (other, PROFILE), (plain, larger)):
-        handle = EngineHandle(net, EngineChoice(profile), Library([tmp_path]), "1")
+        handle = EngineHandle.look_up(net, EngineChoice(profile), Library([tmp_path]), "1")
         given = inputs_of(net)
         with torch.inference_mode():
             result = handle.serve(None, lambda given=given: EngineCall(dict(given), dict))[1]["out"]

@@ -109,7 +109,8 @@ def test_the_engine_of_a_second_gpu_stays_open_from_run_to_run(both: Split) -> N
     assert both.patched.handle.stats.reopened == 0
 
 
-@pytest.mark.fault("an engine gives values that are no numbers (NaN) on one of several GPUs")
+@pytest.mark.fault("an engine gives values that are no numbers (NaN) on one of several GPUs",
+                   see="normal speed on all: *engine failed*; the whole run is done again")
 @pytest.mark.parametrize("which", [pytest.param("first", marks=pytest.mark.slow), "second"])
 def test_native_does_the_run_again_on_all_gpus_when_an_engine_of_one_gives_no_numbers(
     both: Split, which: str, monkeypatch: pytest.MonkeyPatch
@@ -132,7 +133,8 @@ def test_native_does_the_run_again_on_all_gpus_when_an_engine_of_one_gives_no_nu
     assert stats.reasons == {Reason.ENGINE_FAILED.value: CALLS}
 
 
-@pytest.mark.fault("one of several GPUs has no engine of its kind")
+@pytest.mark.fault("one of several GPUs has no engine of its kind",
+                   see="normal speed there, with the reason; the others run on theirs")
 def test_a_gpu_without_an_engine_runs_native_with_a_reason_and_the_others_run_on_theirs(
     both: Split, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -144,7 +146,7 @@ def test_a_gpu_without_an_engine_runs_native_with_a_reason_and_the_others_run_on
     assert both.patched.handle.stats.reasons == {Reason.NO_ENGINE.value: STEPS}
 
 
-@pytest.mark.fault("a LoRA stands behind the engine of several GPUs")
+@pytest.mark.fault("a LoRA stands behind the engine of several GPUs", see="normal speed on all: *weights patched*")
 def test_a_lora_behind_the_engine_acts_as_in_native_on_each_gpu(both: Split) -> None:
     latent = both.sample(both.with_lora(both.model))
     assert error(latent, sample(both.with_lora(split(load(both.file))))) <= LIMIT
@@ -203,7 +205,7 @@ def test_controlnets_run_on_engines_of_each_gpu_which_stay_open(
     assert error(latent, both.natively(seed=2)) > 100 * LIMIT
 
 
-@pytest.mark.fault("dynamic VRAM keeps memory of its own on a ControlNet that a second GPU needs")
+@pytest.mark.fault("dynamic VRAM keeps memory of its own on a ControlNet that a second GPU needs", see="served on both")
 def test_a_controlnet_gets_an_engine_on_each_gpu_wherever_comfyui_keeps_its_weights(
     files: dict[str, Path], controlnet: ControlNet, library: Library
 ) -> None:
@@ -222,7 +224,8 @@ def test_a_controlnet_gets_an_engine_on_each_gpu_wherever_comfyui_keeps_its_weig
     assert model.handle.stats.native == 0
 
 
-@pytest.mark.fault("a model of an earlier prompt is garbage when MultiGPU CFG Split looks at what is loaded")
+@pytest.mark.fault("a model of an earlier prompt is garbage when MultiGPU CFG Split looks at what is loaded",
+                   see="it is dropped first; served on both")
 def test_what_is_left_of_earlier_models_does_not_stop_the_split(file: Path, library: Library) -> None:
     gone = load(file)
     model_management.load_models_gpu([gone])
@@ -237,7 +240,8 @@ def test_what_is_left_of_earlier_models_does_not_stop_the_split(file: Path, libr
 
 
 @pytest.mark.slow
-@pytest.mark.fault("a ControlNet's engine gives values that are no numbers (NaN) on one of several GPUs")
+@pytest.mark.fault("a ControlNet's engine gives values that are no numbers (NaN) on one of several GPUs",
+                   see="normal speed on all: *engine failed*; the whole run is done again")
 def test_native_does_the_run_again_when_a_controlnets_engine_on_one_gpu_gives_no_numbers(
     files: dict[str, Path], controlnet: ControlNet, library: Library, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -131,7 +131,8 @@ def test_each_gpu_runs_an_engine_of_both_networks_which_stays_open(
     assert companions[1].patcher.load_device == SECOND
 
 
-@pytest.mark.fault("a model patch that keeps values on itself is called on several GPUs at once")
+@pytest.mark.fault("a model patch that keeps values on itself is called on several GPUs at once",
+                   see="each GPU has a patch and its network of its own, with an engine or without")
 @pytest.mark.parametrize("without", ["second", "both"])
 def test_gpus_without_an_engine_run_native_with_a_patch_of_their_own(
     family: Family, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, without: str
@@ -209,7 +210,8 @@ def test_what_the_engines_are_not_for_is_natives_on_each_gpu_with_a_reason(
 
 
 @quickly
-@pytest.mark.fault("Select Model Device has a model on another GPU than its model patch")
+@pytest.mark.fault("Select Model Device has a model on another GPU than its model patch",
+                   see="normal speed: *model patched*; the advice names the GPU of the patch")
 @pytest.mark.parametrize("several", [False, True], ids=["alone", "split"])
 def test_a_model_on_another_gpu_than_its_patch_runs_native_with_what_to_do(
     family: Family, tmp_path: Path, several: bool, caplog: pytest.LogCaptureFixture
@@ -235,7 +237,8 @@ def test_files_of_engines_serve_both_networks_on_each_gpu(models: dict[str, Path
     assert copy_of(engine).session.device == SECOND
 
 
-@pytest.mark.fault("a stream's model is shared among GPUs")
+@pytest.mark.fault("a stream's model is shared among GPUs",
+                   see="each frame is a sampling of its own, and the stream says why; the VAE stays on one GPU")
 @pytest.mark.parametrize("remembered", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_stream_on_several_gpus_samples_frame_by_frame_and_says_why(
     file: Path, models: dict[str, Path], tmp_path: Path, remembered: int

@@ -43,7 +43,8 @@ def growing(seen: soak.Figures) -> dict[str, list[int]]:
             and soak.growth(readings) >= max(FLOOR[name], GROWTH * max(readings))}  # fmt: skip
 
 
-@pytest.mark.fault("prompts of all kinds are interrupted, unloaded and changed in one server")
+@pytest.mark.fault("prompts of all kinds are interrupted, unloaded and changed in one server",
+                   see="nothing, or normal speed with a reason")
 def test_sixty_prompts_with_mishaps_between_them_give_natives_pictures(sd15: ComfyProcess) -> None:
     before = len(sd15.log_text())
     seen = soak.Soak(sd15, seed=1, long=False, readings=2).run(60)
@@ -88,7 +89,8 @@ def long_server(
         yield process
 
 
-@pytest.mark.fault("one server runs for hundreds of prompts with deletions, damage and builds")
+@pytest.mark.fault("one server runs for hundreds of prompts with deletions, damage and builds",
+                   see="nothing, or normal speed with a reason; memory stays")
 @pytest.mark.slow
 def test_a_thousand_prompts_with_mishaps_and_builds_give_natives_pictures_and_memory_stays(
     long_server: ComfyProcess, chosen: dict[str, str]

@@ -224,7 +224,8 @@ def test_frames_in_work_on_engines_are_those_of_stock_nodes(comfy: ComfyProcess)
     assert counts == dict.fromkeys(("unet", "controlnet", "vae_decoder", "vae_encoder"), (calls, 0))
 
 
-@pytest.mark.fault("an engine gives values that are no numbers (NaN) for one of the frames in work")
+@pytest.mark.fault("an engine gives values that are no numbers (NaN) for one of the frames in work",
+                   see="that frame is made again at normal speed, the others are as they were")
 def test_native_makes_the_frame_again_that_an_engine_spoilt_and_no_other(
     file: Path, library: Library, vae: comfy.sd.VAE, net: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -251,7 +252,8 @@ def test_native_makes_the_frame_again_that_an_engine_spoilt_and_no_other(
     assert patched.counts == (len(frames) + OWN.steps - 1, OWN.steps), "calls on engines, and native ones"
 
 
-@pytest.mark.fault("a stream is interrupted while frames are in work")
+@pytest.mark.fault("a stream is interrupted while frames are in work",
+                   see="the prompt ends without their pictures; the model is as it was before")
 def test_a_stream_that_is_interrupted_with_frames_in_work_leaves_the_model_as_it_was(
     file: Path, vae: comfy.sd.VAE, net: Any
 ) -> None:

@@ -99,7 +99,8 @@ def test_a_new_prompt_acts_from_its_frame_on(file: Path, vae: comfy.sd.VAE) -> N
     assert max(apart(source.pictures[n], wanted) for n in (1, 2)) <= LIMIT
 
 
-@pytest.mark.fault("the text encoder fails on a new prompt of a stream")
+@pytest.mark.fault("the text encoder fails on a new prompt of a stream",
+                   see="the prompt stays as it was, and the client is told; the stream goes on")
 def test_a_prompt_that_cannot_be_encoded_leaves_the_one_before_and_the_stream_goes_on(
     file: Path, vae: comfy.sd.VAE, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -193,7 +194,8 @@ def test_a_change_makes_a_picture_even_of_the_same_frame(file: Path, vae: comfy.
     assert apart(source.pictures[0], source.pictures[1]) > 1e-3
 
 
-@pytest.mark.fault("an engine gives values that are no numbers (NaN) for a frame of a stream")
+@pytest.mark.fault("an engine gives values that are no numbers (NaN) for a frame of a stream",
+                   see="that frame is made again at normal speed, and *TRT Report* counts it")
 def test_native_makes_a_frame_again_that_an_engine_spoilt(
     file: Path, library: Library, vae: comfy.sd.VAE, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -218,7 +220,7 @@ def test_native_makes_a_frame_again_that_an_engine_spoilt(
     assert patched.counts == (4 * OWN.steps, OWN.steps)
 
 
-@pytest.mark.fault("a stream is interrupted")
+@pytest.mark.fault("a stream is interrupted", see="the prompt ends; the model is as it was before")
 def test_an_interrupted_stream_leaves_the_model_as_it_was(file: Path, vae: comfy.sd.VAE, net: Any) -> None:
     model, asked = load(file), []
 
@@ -236,7 +238,8 @@ def test_an_interrupted_stream_leaves_the_model_as_it_was(file: Path, vae: comfy
     assert apart(stock(model, vae, *prompts(), OWN, image(1)), stock(load(file), vae, *prompts(), OWN, image(1))) == 0
 
 
-@pytest.mark.fault("a stream's frames are samplings of their own, before which nothing has loaded the VAE")
+@pytest.mark.fault("a stream's frames are samplings of their own, before which nothing has loaded the VAE",
+                   see="ComfyUI's own way loads it for each frame")
 def test_the_vae_is_loaded_for_each_frame_that_is_a_sampling_of_its_own(
     file: Path, vae: comfy.sd.VAE, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -257,7 +260,7 @@ def test_the_vae_is_loaded_for_each_frame_that_is_a_sampling_of_its_own(
         assert apart(source.pictures[number], stock(load(file), vae, *prompts(), OWN, image(number))) <= LIMIT
 
 
-@pytest.mark.fault("memory is too short to encode or decode a frame at once")
+@pytest.mark.fault("memory is too short to encode or decode a frame at once", see="ComfyUI's own way, in tiles: slower")
 def test_a_vae_that_lacks_memory_goes_comfyuis_way_and_the_pictures_are_the_same(
     file: Path, vae: comfy.sd.VAE, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -248,7 +248,7 @@ def said_by_failed_captures(allocator: str, *arguments: str) -> str:
     return ended.stdout
 
 
-@pytest.mark.fault("recording fails on a real GPU")
+@pytest.mark.fault("recording fails on a real GPU", see="the engine runs unrecorded")
 @pytest.mark.parametrize("allocator", ["native", "cudaMallocAsync"])
 def test_a_failed_recording_gives_its_memory_back(allocator: str) -> None:
     said = said_by_failed_captures(allocator)
@@ -258,7 +258,7 @@ def test_a_failed_recording_gives_its_memory_back(allocator: str) -> None:
     assert later == ["captured"] or (allocator == "cudaMallocAsync" and "ptr_info" in said), said
 
 
-@pytest.mark.fault("a recording is interrupted on a real GPU")
+@pytest.mark.fault("a recording is interrupted on a real GPU", see="the prompt ends; the next one is recorded")
 @pytest.mark.parametrize("allocator", ["native", "cudaMallocAsync"])
 def test_an_interrupted_recording_leaves_nothing_behind_and_the_next_one_is_made(allocator: str) -> None:
     assert said_by_failed_captures(allocator, "interrupt").split() == [allocator, "captured"]
@@ -313,7 +313,8 @@ def test_recording_while_another_thread_uses_the_gpu() -> None:
     assert len(set(rounds)) == 1
 
 
-@pytest.mark.fault("a real GPU is full during a call")
+@pytest.mark.fault("a real GPU is full during a call",
+                   see="normal speed: *engine failed*; the next run with memory is served")
 def test_without_memory_the_call_is_refused_and_the_next_one_with_memory_is_served() -> None:
     net = tiny("unet")
     session, given = LiveSession(net, TORCH, "float16"), given_for(net, 4)

@@ -55,7 +55,7 @@ def decoder(tmp_path_factory: pytest.TempPathFactory) -> Decoder:
     calls = architecture.calls(profile, Picture(SIDE, SIDE, (1,)))
     order = BuildOrder(network, network.precision, profile.around(calls), backends()["torch"], calls=tuple(calls))
     build_engine(order, library, lambda *_: None)
-    handle = EngineHandle(network, EngineChoice(profile, backend="torch"), library, "node")
+    handle = EngineHandle.look_up(network, EngineChoice(profile, backend="torch"), library, "node")
     return vae, vae_with_engines(vae, {Role.VAE_DECODER: handle}), handle
 
 

@@ -70,7 +70,7 @@ def lora_names(network: NativeNetwork) -> list[str]:
     return [name for name, _ in network.module.named_parameters() if name.endswith("to_k.weight")]
 
 
-@pytest.mark.fault("a checkpoint's weights change, its size and time do not")
+@pytest.mark.fault("a checkpoint's weights change, its size and time do not", see="normal speed: *no engine*")
 @pytest.mark.parametrize("kind", ["another checkpoint", "a merged LoRA"])
 def test_a_file_of_the_same_size_and_time_with_other_weights_has_another_hash(
     tmp_path: Path, hashing: list[str], kind: str

@@ -84,7 +84,7 @@ def test_a_node_that_has_not_run_knows_if_its_engine_is_there(
     assert there() is False, "the library is empty"
     built_once(BuildOrder(net, "float32", PROFILE, backends()[ORT]), library)
     assert there() is None, "nothing tells the file's weights"
-    states.learn("a node", EngineHandle(net, EngineChoice(PROFILE, AUTO, ORT), library, "1"))
+    states.learn("a node", EngineHandle.look_up(net, EngineChoice(PROFILE, AUTO, ORT), library, "1"))
     monkeypatch.setattr(node_states, "known_hashes", lambda source: {net.weights_hash()})
     assert there() is True
     assert there(sizes=replace(SIZES, max_size=1024)) is False, "it would have to be larger"

@@ -65,7 +65,8 @@ BEHIND = {
 
 
 @pytest.mark.parametrize(("change", "reason", "words"), slow.cases(BEHIND, set(BEHIND) - {"another patch beside it"}))
-@pytest.mark.fault("a model is sampled with other patches than its engine computes")
+@pytest.mark.fault("a model is sampled with other patches than its engine computes",
+                   see="normal speed: *model patched* or *engine of another model*")
 def test_a_model_with_other_patches_than_at_the_engine_gives_natives_picture_and_a_reason(
     model: ModelPatcher, patch: ModelPatcher, tmp_path: Path, caplog: Any,
     change: Callable[[ModelPatcher, ModelPatcher], ModelPatcher], reason: Reason, words: str,

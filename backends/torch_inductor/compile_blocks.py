@@ -22,8 +22,7 @@ from .. import LiveTask, Progress
 from . import attention
 from .compile_kinds import Alike, BlockFunction, Call, compiled, contents_of, kinds_of
 from .compile_step import against, compared, figures, inductors_failures
-from .compiled import Compiled, file_name, lifted
-from .cpu import cpu_kind
+from .compiled import Compiled, cpu_kind, file_name, lifted
 from .kinds import Kind
 from .opened_files import kinds_in, open_one
 
@@ -75,9 +74,16 @@ def compile_blocks(function: torch.nn.Module, task: LiveTask, progress: Progress
         seconds["compare"] += time.perf_counter() - done
     name = file_name(task.sizes[0], task.free)
     (task.folder / name).write_bytes(contents_of(of, made))
-    told = {"cpu": cpu_kind()} if task.device.type == "cpu" else taken
+    about = {"cpu": cpu_kind()} if task.device.type == "cpu" else _speed(taken)
     return {"files": [name], "seconds": seconds,
-            "parity": {**yardstick.figures(record), "cases": record, "against": against(record), **told}}  # fmt: skip
+            "parity": {**yardstick.figures(record), "cases": record, "against": against(record), **about}}  # fmt: skip
+
+
+def _speed(taken: Mapping) -> dict:
+    """The figures of all blocks together: the part of native's time. Milliseconds of a whole call are not known."""
+    if not taken["native_ms"]:
+        return {}
+    return {"driver": taken["driver"], "relative_time": round(taken["engine_ms"] / taken["native_ms"], 4)}
 
 
 def _cases(task: LiveTask) -> list[dict[str, int]]:

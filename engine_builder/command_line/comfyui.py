@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...comfy_model import hash_cache
 from ...engine_library import Library
+from ...node_names import ACCELERATE
 
 if TYPE_CHECKING:
     import torch
@@ -23,8 +24,6 @@ log = logging.getLogger(__name__)
 
 PACK = Path(__file__).absolute().parents[2]
 FOLDER_KEY = "trt_engines"
-MARK = "TRTAccelerate"
-"""The node by which this pack is found among others."""
 MODEL_FOLDERS = {"checkpoint": "checkpoints", "unet": "diffusion_models", "controlnet": "controlnet"}
 
 
@@ -95,10 +94,10 @@ def start(comfyui: Path | None, folder: Path | None, device: str | None) -> str:
     loop = asyncio.new_event_loop()
     PromptServer(loop)  # packs add their routes to it; nobody listens
     loop.run_until_complete(nodes.init_extra_nodes(init_api_nodes=False))
-    if MARK not in nodes.NODE_CLASS_MAPPINGS:
+    if ACCELERATE not in nodes.NODE_CLASS_MAPPINGS:
         loop.run_until_complete(nodes.load_custom_node(str(PACK)))
     threading.Thread(target=loop.run_forever, daemon=True).start()  # it takes what nodes would tell the page
-    return nodes.NODE_CLASS_MAPPINGS[MARK].__module__.rpartition(".nodes.")[0]
+    return nodes.NODE_CLASS_MAPPINGS[ACCELERATE].__module__.rpartition(".nodes.")[0]
 
 
 def node_infos() -> dict[str, Any]:

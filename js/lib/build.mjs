@@ -1,6 +1,7 @@
 // The Build button: orders a build by a small prompt of its own, follows it, cancels it.
 
-import { ACCELERATE, NODE_FOR, buildPrompt, engineNodes, isWired, upstreamOf } from "./graph.mjs";
+import { buildPrompt, engineNodes, isWired, upstreamOf } from "./graph.mjs";
+import { ACCELERATE, NODE_FOR } from "./node_names.mjs";
 import { Look } from "./look.mjs";
 import { applyPreset } from "./presets.mjs";
 import { LIVE } from "./panel_words.mjs";

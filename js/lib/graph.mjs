@@ -1,12 +1,8 @@
 // Finding engine nodes in the graph, subgraphs included, and cutting a prompt down to what a build needs.
 
-export const ACCELERATE = "TRTAccelerate";
-/** Kind of network -> the node for it alone. */
-export const NODE_FOR = {
-    unet: "TRTUNetEngine", controlnet: "TRTControlNetEngine", vae_decoder: "TRTVAEEngine", vae_encoder: "TRTVAEEngine",
-};
-export const ENGINE_NODES = [...new Set(Object.values(NODE_FOR)), ACCELERATE];
-export const REPORT = "hybrid_trt_build";
+import { ENGINE_NODES, REPORT } from "./node_names.mjs";
+
+export const REPORT_ID = "hybrid_trt_build";
 
 /**
  * Every engine node of a graph with the ids that prompts give it: "5", or "2:5" inside the subgraph node 2.
@@ -74,7 +70,7 @@ export function buildPrompt(prompt, ids) {
         const { class_type, inputs } = part[id];
         part[id] = { class_type, inputs: { ...inputs, when_missing: "build in background" } };
         // each needs an output node behind it: this one takes anything
-        part[i ? `${REPORT}_${i}` : REPORT] = { class_type: "TRTReport", inputs: { after: [id, 0] } };
+        part[i ? `${REPORT_ID}_${i}` : REPORT_ID] = { class_type: REPORT, inputs: { after: [id, 0] } };
     }
     return part;
 }

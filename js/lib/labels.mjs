@@ -1,5 +1,6 @@
 // Values of combos, and the rows of TRT Apply ControlNet, as people read them. What is saved and sent stays as it is.
 
+import { CONTROLNET_ENGINE } from "./node_names.mjs";
 import { everywhere, t } from "./texts.mjs";
 
 const VALUES = {
@@ -12,7 +13,7 @@ const ROW = /^rows\.(control_net|image|strength|start|end)_(\d+)$/;
 
 /** A combo's value as people read it. */
 export function valueLabel(value, node = {}) {
-    const values = node.comfyClass === "TRTControlNetEngine" ? { ...VALUES, ...OF_CONTROLNET } : VALUES;
+    const values = node.comfyClass === CONTROLNET_ENGINE ? { ...VALUES, ...OF_CONTROLNET } : VALUES;
     return value in values ? t(values[value]) : value;
 }
 

@@ -1,6 +1,7 @@
 // A live stream's connection: frames go out, pictures come back, and how fast they do.
 
 import { isLink } from "./graph.mjs";
+import { STREAM } from "./node_names.mjs";
 import { request } from "./server.mjs";
 
 /** Frames that are under way at most, besides those that the stream keeps: one that is computed, and one that waits. */
@@ -11,7 +12,7 @@ const KEPT = 240;
 
 /** Whether a prompt has a node that takes live frames. */
 export function takesLive(prompt) {
-    return Object.values(prompt).some(({ class_type: type, inputs }) => type === "TRTStream" && !isLink(inputs.frames));
+    return Object.values(prompt).some(({ class_type: type, inputs }) => type === STREAM && !isLink(inputs.frames));
 }
 
 /** Which frames are under way, and how long the last ones took. Times are milliseconds. */

@@ -3,13 +3,13 @@
 
 import { confirm, showText } from "./dialog.mjs";
 import { arrange, button, make } from "./dom.mjs";
-import { NODE_FOR } from "./graph.mjs";
+import { NODE_FOR } from "./node_names.mjs";
 import { openMenu } from "./menu.mjs";
 import { JobCards } from "./panel_builds.mjs";
-import { deleteQuestion, engineRow, grouped, matching, SORT_KEYS, tone, withJob } from "./panel_words.mjs";
+import { deleteQuestion, engineRow, grouped, matching, SORT_KEYS, withJob } from "./panel_words.mjs";
 import { request } from "./server.mjs";
 import { t } from "./texts.mjs";
-import { shortName, size } from "./words.mjs";
+import { shortName, size, tone } from "./words.mjs";
 
 const PATIENCE = 300;
 const path = (name) => `/engines/${encodeURIComponent(name)}`;

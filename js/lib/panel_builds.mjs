@@ -1,8 +1,9 @@
 // The builds in the engines panel: what runs, what waits, and how the latest ended.
 
 import { arrange, button, make } from "./dom.mjs";
-import { anyEnded, jobLines, LIVE, shownJobs, tone } from "./panel_words.mjs";
+import { anyEnded, jobLines, LIVE, shownJobs } from "./panel_words.mjs";
 import { t } from "./texts.mjs";
+import { tone } from "./words.mjs";
 
 /** The list of builds: what runs, what waits, and how the latest ended. */
 export class JobCards {

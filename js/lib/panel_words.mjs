@@ -6,7 +6,6 @@ import { duration, elapsed, errorOf, shortName, size } from "./words.mjs";
 
 /** @typedef {{label: string, engines: any[], bytes: number}} Group the engines of one model */
 
-const TONES = { ready: "good", stale: "warn", unchecked: "warn", broken: "bad", running: "busy", queued: "busy", done: "good", failed: "bad" };
 /** Signs beside the words of a state: no colour tells it alone. */
 const MARKS = { ready: "✓", done: "✓", stale: "!", unchecked: "?", broken: "✕", failed: "✕", running: "▶", queued: "…" };
 const JOBS = { running: "running", queued: "queued", done: "done", failed: "failed", cancelled: "stateCancelled" };
@@ -18,11 +17,6 @@ const latest = (key) => (a, b) => moment(b[key]) - moment(a[key]) || byName(a, b
 /** Ways to sort, by the keys of their names. */
 const SORTS = { sortName: byName, sortDate: latest("created"), sortSize: (a, b) => b.bytes - a.bytes || byName(a, b), sortUsed: latest("last_used") };
 export const SORT_KEYS = Object.keys(SORTS);
-
-/** The colour of an engine or a job in a state. */
-export function tone(state) {
-    return TONES[state] ?? "idle";
-}
 
 /** The engines that a filter's words all appear in, whatever their case. */
 export function matching(engines, filter) {

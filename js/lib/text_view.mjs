@@ -1,10 +1,11 @@
 // What TRT Sampler Patch, TRT Report and TRT Compare say after a run, in the way that engine nodes show their state.
 
+import { COMPARE, REPORT, SAMPLER_PATCH } from "./node_names.mjs";
 import { follow } from "./presets.mjs";
 import { StatusBox } from "./status_box.mjs";
 import { t } from "./texts.mjs";
 
-export const TEXT_NODES = ["TRTSamplerPatch", "TRTReport", "TRTCompare"];
+export const TEXT_NODES = [SAMPLER_PATCH, REPORT, COMPARE];
 const SIZE = [300, 170], COMPARED = [300, 380]; // with room for a picture
 /** What shows a node's output. */
 const tellers = new WeakMap();

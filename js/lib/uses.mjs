@@ -6,7 +6,7 @@ import { isMissing } from "./workflow.mjs";
 /** @typedef {import("./workflow.mjs").State & {others?: State[]}} State of a node's worst use, with those of the others */
 
 /** What is under way comes first, for it can be cancelled; then what a build would mend. */
-const FIRST = ["building", "queued", "asked", "failed", "stale", "unchecked", "none", "unknown"];
+const FIRST = ["building", "queued", "asked", "failed", "broken", "stale", "unchecked", "none", "unknown"];
 
 /** The states of all uses of a node that want different engines. */
 export function usesOf({ others = [], ...state }) {

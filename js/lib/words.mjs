@@ -4,8 +4,14 @@ import { t } from "./texts.mjs";
 
 /** @typedef {{tone: string, title: string, lines: string[], fraction: number | null, badge: string, log: string | null, offer: string, hint: string}} View */
 
-const TONES = { ready: "good", building: "busy", queued: "busy", asked: "busy", failed: "bad", stale: "warn", unchecked: "warn", unavailable: "warn" };
+/** Tones of the states of nodes, of engines and of builds. */
+const TONES = { ready: "good", done: "good", building: "busy", running: "busy", queued: "busy", asked: "busy", stale: "warn", unchecked: "warn", unavailable: "warn", broken: "bad", failed: "bad" };
 export const BUSY = ["asked", "queued", "building"];
+
+/** The tone of a node, an engine or a build in a state. */
+export function tone(state) {
+    return TONES[state] ?? "idle";
+}
 
 /** Whether a node that has not run yet has its engine in the library; null is for what only a run tells. */
 export const isThere = ({ state, there }) => state === "unknown" && there === true;
@@ -117,7 +123,7 @@ export function describe(state) {
 
 function ofOne(state) {
     const { lines: ran, badge } = runWords(BUSY.includes(state.state) ? null : state.run);
-    const view = { tone: state.tone ?? TONES[state.state] ?? "idle", title: t(state.state), lines: [], fraction: null, badge, log: null, offer: "", hint: "" };
+    const view = { tone: state.tone ?? tone(state.state), title: t(state.state), lines: [], fraction: null, badge, log: null, offer: "", hint: "" };
     if (BUSY.includes(state.state)) {
         view.fraction = state.job ? state.job.percent / 100 : 0;
         view.lines = [state.job ? jobLine(state.job) : t("askedHint")];

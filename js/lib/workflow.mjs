@@ -5,7 +5,7 @@ import { BUSY, isThere, lacksSizes } from "./words.mjs";
 /** @typedef {{state: string, key?: string, engine?: any, job?: any, outlook?: any}} State the server's answer for a node */
 /** @typedef {{ready: number, missing: number, busy: number, total: number, unable: number, building: number, unsure: number, seconds: number | null}} Needs */
 
-const MISSING = ["none", "unknown", "stale", "unchecked", "failed"];
+const MISSING = ["none", "unknown", "stale", "broken", "unchecked", "failed"];
 
 /** Whether a build would give a node an engine, or one for all its sizes. */
 export function isMissing(node) {

@@ -35,7 +35,7 @@ def handle_of(
 ) -> EngineHandle:
     choice = EngineChoice(PROFILE, backend=backend, replaceable=replaceable)
     # outside of a prompt all tests of a process would count for one node
-    return EngineHandle(net, choice, Library([folder]), f"node of {folder}")
+    return EngineHandle.look_up(net, choice, Library([folder]), f"node of {folder}")
 
 
 def another(net: NativeNetwork, layout: str = "unlike_levels") -> NativeNetwork:

@@ -97,7 +97,8 @@ class OnEngine:
     def __init__(self, model: ModelPatcher, folder: Path):
         network = NativeNetwork.of_model(model, "model")
         profile = network.architecture().profile(RequestedSizes(64, 64, 256, 2, 128))
-        self.handle = EngineHandle(network, EngineChoice(profile, backend="torch"), Library([folder]), f"in {folder}")
+        choice = EngineChoice(profile, backend="torch")
+        self.handle = EngineHandle.look_up(network, choice, Library([folder]), f"in {folder}")
         self.model = patch_model(model, self.handle)
 
     @property

@@ -50,7 +50,7 @@ class Stacks:
         for i in range(count):
             net = (layouts or self.nets)[i % 2]
             if backed:
-                handle = EngineHandle(NativeNetwork.of_controlnet(net, "n"), CHOICE, self.library, str(i + 1))
+                handle = EngineHandle.look_up(NativeNetwork.of_controlnet(net, "n"), CHOICE, self.library, str(i + 1))
                 net = back_with_engine(net, handle)
             control = net.copy()
             image = torch.rand(1, 3, 72, 96, generator=torch.Generator().manual_seed(i))

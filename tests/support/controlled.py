@@ -51,7 +51,7 @@ class Graphs:
             net = comfy.controlnet.load_controlnet(str(self._files[CONTROLNET]))
             if on_engine:
                 network = NativeNetwork.of_controlnet(net, f"net {number}")
-                self.handles.append(EngineHandle(network, CHOICE, self.library, str(number)))
+                self.handles.append(EngineHandle.look_up(network, CHOICE, self.library, str(number)))
                 net = back_with_engine(net, self.handles[-1])
             net = net.copy()
             with torch.inference_mode():  # as nodes make images

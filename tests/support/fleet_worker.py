@@ -52,7 +52,7 @@ def work(root: Path, backend: str, builds: bool) -> dict:
             build_engine(BuildOrder(net, "float32", PROFILE, backends()[backend]), library, lambda *_: None, run=run)
         except Unavailable as unavailable:
             left = unavailable.fallback.reason.value
-    handle = EngineHandle(net, EngineChoice(PROFILE, backend=backend), library, f"node of {root}")
+    handle = EngineHandle.look_up(net, EngineChoice(PROFILE, backend=backend), library, f"node of {root}")
     handle.plan()
     handle.open()
     with torch.inference_mode():

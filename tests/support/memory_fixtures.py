@@ -74,7 +74,7 @@ class Controlled:
     def __init__(self, model: ModelPatcher, native: ControlNet, library: Library):
         self.model = model
         network = NativeNetwork.of_controlnet(native, CONTROLNET)
-        self.handle = EngineHandle(network, EngineChoice(PROFILE, backend="torch"), library, "engine")
+        self.handle = EngineHandle.look_up(network, EngineChoice(PROFILE, backend="torch"), library, "engine")
         self.native = native.control_model_wrapped
         image = torch.rand(1, 3, 64, 64, generator=torch.Generator().manual_seed(2))
         self.net = back_with_engine(native, self.handle).copy().set_cond_hint(image, 0.7, (0.0, 1.0))

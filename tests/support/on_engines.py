@@ -64,7 +64,7 @@ class OnEngines:
 
     @staticmethod
     def _handle(network: NativeNetwork, library: Library) -> EngineHandle:
-        return EngineHandle(network, EngineChoice(PROFILE, backend="torch"), library, "engine")
+        return EngineHandle.look_up(network, EngineChoice(PROFILE, backend="torch"), library, "engine")
 
     def run(self, *frames: Frame) -> dict[int, torch.Tensor]:
         source = Given(*frames)

@@ -61,7 +61,7 @@ class Patched:
     def __init__(self, native: ModelPatcher, library: Library, backend: str = "onnxruntime"):
         self.native = native
         network = NativeNetwork.of_model(native, NAME)
-        self.handle = EngineHandle(network, EngineChoice(PROFILE, backend=backend), library, "engine")
+        self.handle = EngineHandle.look_up(network, EngineChoice(PROFILE, backend=backend), library, "engine")
         self.model = patch_model(native, self.handle)
 
     def sample(self, seed: int = 1, **options: Any) -> torch.Tensor:

@@ -109,7 +109,7 @@ class Patched:
 
     def __init__(self, network: NativeNetwork, folder: Path, backend: str, any_weights: bool = False):
         choice = EngineChoice(profile_of(network), backend=backend, replaceable=any_weights)
-        self.handle = EngineHandle(network, choice, Library([folder]), f"{backend} in {folder}")
+        self.handle = EngineHandle.look_up(network, choice, Library([folder]), f"{backend} in {folder}")
         self.model = patch_model(network.patcher, self.handle)
 
     def sample(self, width: int, **options: Any) -> torch.Tensor:

@@ -81,7 +81,7 @@ class Patched:
         network = NativeNetwork.of_model(native, "zimage")
         profile = network.architecture().profile(RequestedSizes(64, 128, 256, 2))
         choice = EngineChoice(profile, backend=backend, replaceable=any_weights)
-        self.handle = EngineHandle(network, choice, library, "engine")
+        self.handle = EngineHandle.look_up(network, choice, library, "engine")
         self.model = patch_model(native, self.handle)
 
     def sample(self, *args: Any, **options: Any) -> torch.Tensor:
