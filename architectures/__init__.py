@@ -19,8 +19,8 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, Protocol
 
 from .calls import Binding, PerImagePass
-from .image_latent import ANY
 from .shapes import Examples, Picture, Profile, Range, RequestedSizes, Sizes, Symbol, TensorSpec, words_for
+from .sizes import ANY
 
 if TYPE_CHECKING:
     import torch
@@ -41,8 +41,8 @@ class Role(str, Enum):
 
 
 class Architecture(Protocol):
-    """Description of a kind of network for the rest of the pack; ``image_latent.LatentSizes`` has the last six
-    methods and ``fuse_layers`` for whatever works on the latents of still images.
+    """Description of a kind of network for the rest of the pack; the classes of ``sizes`` have the last five methods,
+    and ``fuse_layers``, ``passes`` and ``engine_inputs`` for networks that have none.
 
     Attributes:
         name: stands in manifests and file names, for example ``sd15_unet``; never change it.
@@ -53,6 +53,7 @@ class Architecture(Protocol):
         free: symbols that compiled files leave free, and the sizes that one file then serves; ``opt`` is what it is
             compiled with, and no other's. Each call with another size has a file of its own, see
             ``calls.file_sizes``. All symbols where the network is compiled in blocks, none where it is compiled whole.
+        halved: symbols whose sizes are halved, in this order, where a call is too large for a CPU.
         per_step: True for networks that each step calls. Others run once per picture: compiled files alone serve them,
             and nothing of them is captured as a CUDA graph.
         arguments: the positional arguments of the native forward, in order. ``control`` and ``transformer_options`` are
@@ -69,6 +70,7 @@ class Architecture(Protocol):
     batch: str
     prompt: str
     free: Mapping[str, Range]
+    halved: Sequence[str]
     per_step: bool
     arguments: tuple[str, ...]
 

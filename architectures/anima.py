@@ -18,9 +18,9 @@ from . import Role
 from .blocks import in_blocks
 from .calls import Binding, EngineCall, Unsupported
 from .rotary import write_out_norms
-from .shapes import Dim, Profile, Range, RequestedSizes, Sizes, TensorSpec
-from .token_sizes import BATCH, KEPT, PATCH, PICTURE, TOKENS, TokenSizes, attended
-from .video_tokens import to_tokens, to_video
+from .shapes import Dim, Range, Sizes, Symbol, TensorSpec
+from .sizes import BATCH, PATCH, PICTURE, PROMPT, TokenSizes
+from .token_layers import KEPT, attended, to_tokens, to_video
 
 
 @dataclass(frozen=True)
@@ -33,6 +33,7 @@ class Anima(TokenSizes):
     usual_prompt = 512
     one_length = True
     free: ClassVar[Mapping[str, Range]] = {s: served for s, served in TokenSizes.free.items() if s != "L"}
+    named: ClassVar[Mapping[str, Symbol]] = {s: symbol for s, symbol in TokenSizes.named.items() if s != "L"}
 
     def matches(self, module: torch.nn.Module) -> bool:
         return (
@@ -45,15 +46,11 @@ class Anima(TokenSizes):
             and all(type(block) is Block for block in module.blocks)
         )
 
-    def profile(self, asked: RequestedSizes) -> Profile:
-        """See ``Architecture``: there are no references."""
-        return super().profile(asked).only("BRCT")
-
     def inputs(self, module: Native, dtype: str) -> list[TensorSpec]:
         block, each = module.blocks[0], PATCH * PATCH
         return [
             TensorSpec("image", dtype, (BATCH, PICTURE, each * module.in_channels)),
-            TensorSpec("context", dtype, (BATCH, TOKENS, block.cross_attn.context_dim)),
+            TensorSpec("context", dtype, (BATCH, PROMPT, block.cross_attn.context_dim)),
             TensorSpec("timestep", "float32", (BATCH,), sample="sigma"),
             TensorSpec("pe", "float32", (Dim("R"), Dim("C"), block.self_attn.head_dim // 2, 2), steady=True),
         ]

@@ -25,7 +25,7 @@ from .blocks import in_blocks
 from .calls import Binding, EngineCall, PerImagePass, Unsupported
 from .model_patches import AbsorbedPatch, WithCompanion
 from .shapes import Dim, TensorSpec
-from .token_sizes import PATCH, PICTURE, PIXELS
+from .sizes import PATCH, PICTURE
 
 _TARGETS = {
     "attn1_patch": {"q": "self_attn_q_proj", "k": "self_attn_k_proj", "v": "self_attn_v_proj"},
@@ -101,7 +101,7 @@ _STRENGTH = TensorSpec("strength", "float32", (1,), sample="unit", steady=True)
 
 def _hint(lllite: Companion, dtype: str) -> TensorSpec:
     """The control image at the picture's size, with its mask where the patch takes one."""
-    return TensorSpec("hint", dtype, (1, lllite.cond_in_channels, Dim("R", up=PIXELS), Dim("C", up=PIXELS)))
+    return TensorSpec("hint", dtype, (1, lllite.cond_in_channels, Dim("R", up=Anima.pixels), Dim("C", up=Anima.pixels)))
 
 
 class _Binding:

@@ -6,8 +6,8 @@ where a graph calls it. ComfyUI calls them once per picture, so they are compile
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,8 +18,8 @@ from comfy.taesd.taesd import TAESD
 
 from . import Role
 from .calls import Binding, EngineCall, Unsupported
-from .image_latent import LATENT, LatentSizes
-from .shapes import Dim, Picture, Profile, Range, RequestedSizes, Sizes, Symbol, TensorSpec
+from .shapes import Dim, Picture, Profile, Range, RequestedSizes, Sizes, TensorSpec
+from .sizes import LATENT, LatentSizes
 
 CHANNELS = 3
 FILE_MARKS = ()
@@ -43,33 +43,20 @@ class AutoencoderSizes(LatentSizes):
     pixels: int = LATENT
 
     per_step = False
+    usual_batch = 1
     arguments = ("images",)
 
-    @property
-    def symbols(self) -> Mapping[str, Symbol]:
-        """See ``Architecture``."""
-        return {name: replace(symbol, step=self.pixels) if name in ("H", "W") else symbol
-                for name, symbol in LatentSizes.symbols.items()}  # fmt: skip
-
-    def profile(self, asked: RequestedSizes) -> Profile:
-        """See ``Architecture``."""
-        ranges, times = super().profile(asked).ranges, self.pixels // LATENT
-        sides = {side: Range(max(1, r.min // times), max(1, r.opt // times), -(-r.max // times))
-                 for side, r in ranges.items() if side in ("H", "W")}  # fmt: skip
-        return Profile({"B": Range(1, 1, 1), **sides})
+    def _ranges(self, asked: RequestedSizes) -> dict[str, Range]:
+        own = super()._ranges(asked)
+        return {"B": Range(1, 1, 1), "H": own["H"], "W": own["W"]}
 
     def words(self, profile: Profile) -> str:
         """See ``Architecture``: ``256 to 1024 px``."""
-        times, sides = self.pixels // LATENT, profile.only("HW").ranges
-        return super().words(Profile({s: Range(times * r.min, times * r.opt, times * r.max) for s, r in sides.items()}))
+        return super().words(profile.only("HW"))
 
-    def calls(self, profile: Profile, picture: Picture) -> list[dict[str, int]]:
-        """See ``Architecture``: one call, whatever the batch."""
-        return [{"B": 1, "H": max(1, picture.height // self.pixels), "W": max(1, picture.width // self.pixels)}]
-
-    def call_words(self, call: Mapping[str, int]) -> str:
-        """See ``Architecture``: ``832x1216``."""
-        return f"{self.pixels * call['W']}x{self.pixels * call['H']}"
+    def _batches(self, picture: Picture) -> Sequence[int]:
+        """See ``NetworkSizes``: one call, whatever the batch."""
+        return (1,)
 
     def working_memory(self, call: Mapping[str, int], dtype: torch.dtype) -> int:
         """Return the bytes that a compiled call needs besides its weights."""
@@ -84,14 +71,6 @@ class AutoencoderSizes(LatentSizes):
         """See ``Architecture``."""
         decodes = self.role is Role.VAE_DECODER
         return [_picture("result", dtype, self.pixels) if decodes else _latent("result", module, dtype)]
-
-    def engine_inputs(self, module: torch.nn.Module, dtype: str) -> list[TensorSpec]:
-        """See ``Architecture``."""
-        return self.inputs(module, dtype)
-
-    def passes(self, module: torch.nn.Module) -> list:
-        """See ``Architecture``: none."""
-        return []
 
     def binding(self, module: torch.nn.Module) -> Binding:
         """See ``Architecture``."""

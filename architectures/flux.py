@@ -14,16 +14,15 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from comfy.ldm.common_dit import pad_to_patch_size
 from comfy.ldm.flux.model import Flux
-from einops import rearrange
 
 from . import Role
 from .blocks import in_blocks
 from .calls import Binding, EngineCall, ResidualLayout, Unsupported
-from .image_tokens import BATCH, IMAGE, PROMPT, ImageTokenSizes
 from .rotary import Rotary, RotaryAttention, rotary_inputs, write_out_norms
 from .shapes import Sizes, TensorSpec
+from .sizes import BATCH, IMAGE, PROMPT, ImageTokenSizes
+from .token_layers import latent_to_tokens, to_latent
 
 FLUX1 = Sizes("Flux.1", 256, 1024, 1536, max_tokens=512)
 FLUX2 = Sizes("Flux.2", 256, 1024, 1536, max_tokens=512)
@@ -32,7 +31,7 @@ KEPT = 4
 """Sizes of which a binding keeps the rotary embeddings."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class FluxArchitecture(ImageTokenSizes):
     """A transformer that takes tokens of picture and prompt, sigmas, rotary embeddings and one tensor per residual.
 
@@ -41,6 +40,8 @@ class FluxArchitecture(ImageTokenSizes):
     """
 
     name: str
+    patch: int
+    usual_prompt: int
     global_modulation: bool
 
     role = Role.BACKBONE
@@ -113,21 +114,6 @@ def thousandths(values: torch.Tensor) -> torch.Tensor:
     return values if values.dtype == torch.float32 else (1000.0 * values).float() / 1000.0
 
 
-def to_tokens(x: torch.Tensor, patch: int) -> torch.Tensor:
-    """(images, channels, height, width) -> (images, tokens, channels * patch * patch), as ComfyUI has them."""
-    x = pad_to_patch_size(x, (patch, patch))
-    return rearrange(x, "b c (h ph) (w pw) -> b (h w) (c ph pw)", ph=patch, pw=patch)
-
-
-def to_latent(tokens: torch.Tensor, like: torch.Tensor, patch: int) -> torch.Tensor:
-    """The inverse of ``to_tokens``, without what was padded and without the tokens behind the picture's."""
-    height, width = like.shape[2:]
-    rows, columns = (-(-side // patch) for side in (height, width))
-    own = tokens[:, : rows * columns]
-    latent = rearrange(own, "b (h w) (c ph pw) -> b c (h ph) (w pw)", h=rows, w=columns, ph=patch, pw=patch)
-    return latent[:, :, :height, :width]
-
-
 def _layout(module: Flux) -> ResidualLayout:
     blocks = {"input": module.double_blocks, "output": module.single_blocks}
     places = {kind: [f"control_{kind}_{i}" for i in range(len(found))] for kind, found in blocks.items()}
@@ -151,7 +137,7 @@ def _bind(module: Flux, layout: ResidualLayout, rotary: Rotary, call: Mapping[st
     if references and method == _TWO_TIMES:
         raise Unsupported(f"references by the method {_TWO_TIMES}, in which they have a timestep of their own")
     patch, references = module.patch_size, references or ()
-    tokens = [to_tokens(picture, patch) for picture in (x, *references)]
+    tokens = [latent_to_tokens(picture, patch) for picture in (x, *references)]
     image = torch.cat(tokens, 1) if references else tokens[0]
     changed = tuple(sorted((options.get(_ROPE_OPTIONS) or {}).items()))
     sizes = tuple(tuple(picture.shape[-2:]) for picture in (x, *references))
@@ -274,6 +260,6 @@ NEEDS = (
 """Names in ComfyUI's own code that the family relies on, see ``needs``."""
 
 ARCHITECTURES = (
-    FluxArchitecture(FLUX1, 8, 2, 256, "flux1", global_modulation=False),
-    FluxArchitecture(FLUX2, 16, 1, 512, "flux2", global_modulation=True),
+    FluxArchitecture(FLUX1, name="flux1", patch=2, usual_prompt=256, global_modulation=False),
+    FluxArchitecture(FLUX2, name="flux2", patch=1, usual_prompt=512, global_modulation=True),
 )

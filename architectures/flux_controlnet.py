@@ -20,14 +20,14 @@ from comfy.ldm.flux.layers import DoubleStreamBlock, SingleStreamBlock
 from . import Role
 from .blocks import in_blocks
 from .calls import Binding, EngineCall, OtherKind, PerImagePass, ResidualLayout, Unsupported
-from .flux import FLUX1, KEPT, conditioning, conditioning_specs, rotary_of, thousandths, to_tokens
-from .image_tokens import BATCH, IMAGE, PROMPT, ImageTokenSizes
+from .flux import FLUX1, KEPT, conditioning, conditioning_specs, rotary_of, thousandths
 from .rotary import RotaryAttention, rotary_inputs, write_out_norms
 from .shapes import Dim, TensorSpec
+from .sizes import BATCH, IMAGE, LATENT, PATCH, PROMPT, ImageTokenSizes
+from .token_layers import latent_to_tokens
 
 HINT, PIXELS = "hint", "hint_pixels"
 """The hint's tokens, which an engine takes; and the control image of the networks that encode it themselves."""
-LATENT, PATCH = 8, 2
 MODE = "mode"
 """The input of a union ControlNet that says which of its types each token of the prompt stands for, mostly none."""
 
@@ -39,9 +39,9 @@ class FluxControlNetArchitecture(ImageTokenSizes):
     A union ControlNet with a type has one token more than the prompt, and that comes first: it is the type's embedding.
     """
 
-    name: str
-
+    name = "flux1_controlnet"
     role = Role.CONTROLNET
+    usual_prompt = 256
     arguments = ("x", "timesteps", "context", "y", "guidance", "hint")
 
     def matches(self, module: torch.nn.Module) -> bool:
@@ -136,11 +136,11 @@ def _bind(module: ControlNetFlux, layout: ResidualLayout, places: Any, call: Map
         raise Unsupported("a control type that this union ControlNet has not")
     if types:
         context = torch.cat((torch.zeros_like(context[:, :1]), context), 1)
-    inputs = {"image": to_tokens(x, patch), "context": context, "timesteps": thousandths(call["timesteps"])}
+    inputs = {"image": latent_to_tokens(x, patch), "context": context, "timesteps": thousandths(call["timesteps"])}
     inputs |= conditioning(module, call) | places(tuple(x.shape[-2:]), context.shape[1], types, x.dtype, x.device)
     extras: dict[str, int] = {}
     if module.latent_input:
-        hint = to_tokens(call["hint"], patch)
+        hint = latent_to_tokens(call["hint"], patch)
         inputs[HINT] = hint.expand(x.shape[0], -1, -1) if hint.shape[0] == 1 else hint
     else:  # the very tensor: by it the encoded one is found in the next step
         inputs[PIXELS], extras[PIXELS] = call["hint"], x.shape[0]
@@ -237,7 +237,7 @@ class _HintEncoder(torch.nn.Module):
     def forward(self, pixels: torch.Tensor, batch: int) -> tuple[torch.Tensor]:
         if pixels.shape[0] not in (1, batch):
             raise Unsupported(f"{pixels.shape[0]} control images for a batch of {batch}")
-        return (to_tokens(self.block(pixels * 2.0 - 1.0), PATCH).expand(batch, -1, -1),)
+        return (latent_to_tokens(self.block(pixels * 2.0 - 1.0), PATCH).expand(batch, -1, -1),)
 
 
 class _NoPlaces(torch.nn.Module):
@@ -260,4 +260,4 @@ NEEDS = (
 )
 """Names in ComfyUI's own code that the family relies on, see ``needs``."""
 
-ARCHITECTURES = (FluxControlNetArchitecture(FLUX1, LATENT, PATCH, 256, "flux1_controlnet"),)
+ARCHITECTURES = (FluxControlNetArchitecture(FLUX1),)

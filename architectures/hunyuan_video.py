@@ -5,8 +5,8 @@ A picture is a video of one frame. Native's own blocks compute; the cut is at th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache, partial
 from operator import mul
 from typing import Any, ClassVar
@@ -21,9 +21,9 @@ from .blocks import in_blocks
 from .calls import Binding, EngineCall, Unsupported
 from .flux import thousandths
 from .rotary import RotaryAttention, write_out_norms
-from .shapes import Dim, Examples, Profile, Range, RequestedSizes, Sizes, Symbol, TensorSpec
-from .token_sizes import BATCH, KEPT, TOKENS, unlike
-from .video_tokens import FRAMES, VIDEO, VideoSizes, to_tokens
+from .shapes import Dim, Range, RequestedSizes, Sizes, Symbol, TensorSpec
+from .sizes import BATCH, FRAMES, PROMPT, VIDEO, VideoSizes
+from .token_layers import KEPT, to_tokens
 
 GLYPHS, IMAGE = Dim("G"), Dim("I")
 SEEN, MOST_GLYPHS = 729, 256
@@ -52,29 +52,20 @@ class HunyuanVideo(VideoSizes):
     one_length = False
     free: ClassVar[Mapping[str, Range]] = {
         **VideoSizes.free, "T": Range(1, 97, _SUMMED), "I": Range(0, 29, 1 << 12), "G": Range(0, 33, MOST_GLYPHS)}
-
-    @property
-    def symbols(self) -> Mapping[str, Symbol]:
-        """See ``Architecture``."""
-        own = {symbol: words for symbol, words in super().symbols.items() if symbol != "V"}
-        return {**own, "G": Symbol("byT5 tokens", of_picture=False)}
+    named: ClassVar[Mapping[str, Symbol]] = {
+        **{name: symbol for name, symbol in VideoSizes.named.items() if name != "V"},
+        "G": Symbol("byT5 tokens", of_picture=False)}
+    traced: ClassVar[Mapping[str, int]] = {**VideoSizes.traced, "G": 5}
+    compared: ClassVar[Sequence[Mapping[str, int]]] = (
+        {**VideoSizes.compared[0], "I": 0, "G": 0}, {**VideoSizes.compared[1], "I": 25, "G": 11})
 
     @property
     def patch(self) -> int:
         return self.patches[-1]
 
-    def profile(self, asked: RequestedSizes) -> Profile:
-        """See ``Architecture``: a call may go without pictures and without text by byT5."""
-        own = super().profile(asked).only("BFRCT").ranges
-        return Profile({**own, "I": Range(0, 0, SEEN), "G": Range(0, 0, MOST_GLYPHS)})
-
-    def examples(self, profile: Profile) -> Examples:
-        """See ``Architecture``: with pictures and text by byT5, and without."""
-        own = super().examples(profile)
-        more = ({"I": 0, "G": 0}, {"I": 25, "G": 11})
-        compared = [{**sizes, **one} for sizes, one in zip(own.compared, more, strict=False)]
-        traced = {**own.traced, **({"G": 5} if "G" in profile.ranges else {})}
-        return replace(own, traced=traced, compared=unlike(map(profile.clamp, compared)))
+    def _ranges(self, asked: RequestedSizes) -> dict[str, Range]:
+        """See ``NetworkSizes``: a call may go without pictures and without text by byT5."""
+        return {**super()._ranges(asked), "I": Range(0, 0, SEEN), "G": Range(0, 0, MOST_GLYPHS)}
 
     def matches(self, module: torch.nn.Module) -> bool:
         return (
@@ -90,7 +81,7 @@ class HunyuanVideo(VideoSizes):
         words, pairs = module.txt_in.input_embedder.in_features, module.hidden_size // module.num_heads // 2
         found = [
             TensorSpec("video", dtype, (BATCH, VIDEO, self.patch**2 * module.in_channels)),
-            TensorSpec("context", dtype, (BATCH, TOKENS, words)),
+            TensorSpec("context", dtype, (BATCH, PROMPT, words)),
             TensorSpec("timestep", "float32", (BATCH,), sample="timestep"),
             TensorSpec("pe", "float32", (FRAMES, Dim("R"), Dim("C"), pairs, 2), steady=True),
         ]

@@ -18,7 +18,8 @@ from . import Role
 from .blocks import in_blocks
 from .calls import Binding, EngineCall, Unsupported
 from .shapes import Dim, Sizes, TensorSpec
-from .token_sizes import BATCH, KEPT, PATCH, PICTURE, REFERENCE, TOKENS, TokenSizes, attended
+from .sizes import BATCH, PATCH, PICTURE, PROMPT, REFERENCE, TokenSizes
+from .token_layers import KEPT, attended, to_latent
 
 ZERO = "index_timestep_zero"
 """ComfyUI's name of the way to place references in which their time is zero."""
@@ -41,7 +42,7 @@ class Krea2(TokenSizes):
         width, pairs = module.first.in_features, module.pe_embedder.dim // 2
         return [
             TensorSpec("image", dtype, (BATCH, PICTURE, width)),
-            TensorSpec("context", dtype, (BATCH, TOKENS, module.txtlayers * module.txtdim)),
+            TensorSpec("context", dtype, (BATCH, PROMPT, module.txtlayers * module.txtdim)),
             TensorSpec("reference", dtype, (BATCH, REFERENCE, width)),
             TensorSpec("timestep", "float32", (BATCH,), sample="sigma"),
             TensorSpec("reference_timestep", "float32", (BATCH,), sample="sigma"),
@@ -105,10 +106,7 @@ def _tokens(latent: torch.Tensor) -> torch.Tensor:
 
 def _picture(tokens: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """The inverse of ``_tokens``, without what was padded, in as many dimensions as the latent has."""
-    height, width = like.shape[-2:]
-    rows = -(-height // PATCH)
-    patches = tokens.unflatten(1, (rows, -1)).unflatten(-1, (-1, PATCH, PATCH)).permute(0, 3, 1, 4, 2, 5)
-    picture = patches.flatten(4, 5).flatten(2, 3)[..., :height, :width]
+    picture = to_latent(tokens, _flat(like), PATCH)
     return picture.unsqueeze(2) if like.ndim == 5 else picture
 
 

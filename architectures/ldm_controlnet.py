@@ -13,8 +13,8 @@ from comfy.cldm.cldm import ControlNet
 from . import Role, ldm
 from .calls import Binding, EngineCall, OtherKind, PerImagePass, ResidualLayout, Unsupported
 from .fused_linear import FusedLinear
-from .image_latent import LatentSizes
 from .shapes import Dim, TensorSpec
+from .sizes import LatentSizes
 
 TYPE_EMBEDDING = "control_type_embedding"
 

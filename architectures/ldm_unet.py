@@ -13,9 +13,9 @@ from comfy.ldm.modules.diffusionmodules.openaimodel import UNetModel
 from . import Role, ldm
 from .calls import Binding, EngineCall, ResidualLayout, Unsupported
 from .fused_linear import FusedLinear
-from .image_latent import LatentSizes
 from .kept_tokens import PLACE, TokensOfCall, kept_in
 from .shapes import Dim, TensorSpec
+from .sizes import LatentSizes
 
 EARLIER = Dim("E")
 """Earlier frames whose tokens a call is given."""
@@ -78,12 +78,6 @@ class UNetArchitecture(LatentSizes):
         """Return the same for calls that attend to earlier frames; None where a network cannot."""
         able = ldm.token_dims(module)
         return replace(self, name=f"{self.name}_kept", keeps_tokens=True) if able else None
-
-    def passes(self, module: UNetModel) -> list:
-        return []
-
-    def engine_inputs(self, module: UNetModel, dtype: str) -> list[TensorSpec]:
-        return self.inputs(module, dtype)
 
     def binding(self, module: UNetModel) -> Binding:
         blocks = range(len(module.input_blocks))

@@ -17,7 +17,8 @@ from .blocks import in_blocks
 from .calls import Binding, EngineCall, ResidualLayout, Unsupported
 from .rotary import write_out_norms
 from .shapes import Dim, Sizes, TensorSpec
-from .token_sizes import BATCH, KEPT, PATCH, PICTURE, REFERENCE, TOKENS, TokenSizes, attended
+from .sizes import BATCH, PATCH, PICTURE, PROMPT, REFERENCE, TokenSizes
+from .token_layers import KEPT, attended, to_latent
 
 INDEX, ZERO, NEGATIVE = "index", "index_timestep_zero", "negative_index"
 """ComfyUI's names of ways to place references; with any other name they lie beside each other."""
@@ -52,12 +53,12 @@ class QwenImage(TokenSizes):
         blocks = range(len(module.transformer_blocks))
         return [
             TensorSpec("image", dtype, (BATCH, PICTURE, width)),
-            TensorSpec("context", dtype, (BATCH, TOKENS, module.txt_in.in_features)),
+            TensorSpec("context", dtype, (BATCH, PROMPT, module.txt_in.in_features)),
             TensorSpec("reference", dtype, (BATCH, REFERENCE, width)),
             TensorSpec("timestep", "float32", (BATCH,), sample="sigma"),
             TensorSpec("reference_timestep", "float32", (BATCH,), sample="sigma"),
             TensorSpec("pe_image", dtype, (Dim("R"), Dim("C"), pairs, 2), steady=True),
-            TensorSpec("pe_context", dtype, (TOKENS, pairs, 2), steady=True),
+            TensorSpec("pe_context", dtype, (PROMPT, pairs, 2), steady=True),
             TensorSpec("pe_reference", dtype, (REFERENCE, pairs, 2), steady=True),
             *(TensorSpec(f"control_{i}", dtype, (BATCH, PICTURE, features), optional=True) for i in blocks),
         ]
@@ -106,7 +107,7 @@ def _bind(
     inputs |= residuals
 
     def finish(outputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        return _picture(outputs["out"].to(x.device, x.dtype), x)
+        return to_latent(outputs["out"].to(x.device, x.dtype), x[:, :, 0], PATCH).unsqueeze(2)
 
     return EngineCall(inputs, finish, residuals=frozenset(residuals))
 
@@ -118,14 +119,6 @@ _NATIVE = SimpleNamespace(patch_size=PATCH)
 def tokens_of(latent: torch.Tensor) -> torch.Tensor:
     """A latent of one picture as (batch, tokens, features), as native has it."""
     return QwenImageTransformer2DModel.process_img(_NATIVE, latent)[0]
-
-
-def _picture(tokens: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """The inverse of ``tokens_of``, without what was padded."""
-    height, width = like.shape[-2:]
-    rows = -(-height // PATCH)
-    patches = tokens.unflatten(1, (1, rows, -1)).unflatten(-1, (-1, PATCH, PATCH)).permute(0, 4, 1, 2, 5, 3, 6)
-    return patches.flatten(5, 6).flatten(3, 4)[..., :height, :width]
 
 
 def places_of(

@@ -15,7 +15,8 @@ from .blocks import in_blocks
 from .calls import Binding, EngineCall, ResidualLayout, Unsupported
 from .qwen_image import SIZES, places_of, tokens_of, written_out
 from .shapes import Dim, TensorSpec
-from .token_sizes import BATCH, KEPT, PATCH, PICTURE, TOKENS, TokenSizes
+from .sizes import BATCH, PATCH, PICTURE, PROMPT, TokenSizes
+from .token_layers import KEPT
 
 
 @dataclass(frozen=True)
@@ -36,10 +37,10 @@ class QwenImageControlNet(TokenSizes):
         return [
             TensorSpec("image", dtype, (BATCH, PICTURE, module.in_channels)),
             TensorSpec("hint", dtype, (BATCH, PICTURE, module.controlnet_x_embedder.in_features)),
-            TensorSpec("context", dtype, (BATCH, TOKENS, module.txt_in.in_features)),
+            TensorSpec("context", dtype, (BATCH, PROMPT, module.txt_in.in_features)),
             TensorSpec("timestep", dtype, (BATCH,), sample="sigma"),
             TensorSpec("pe_image", dtype, (Dim("R"), Dim("C"), pairs, 2), steady=True),
-            TensorSpec("pe_context", dtype, (TOKENS, pairs, 2), steady=True),
+            TensorSpec("pe_context", dtype, (PROMPT, pairs, 2), steady=True),
         ]
 
     def outputs(self, module: QwenImageControlNetModel, dtype: str) -> list[TensorSpec]:

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from .image_tokens import IMAGE, PROMPT
 from .shapes import TensorSpec
+from .sizes import IMAGE, PROMPT
 
 Rotary = Callable[..., dict[str, torch.Tensor]]
 """The sizes of a call -> the tensors of ``rotary_inputs``."""

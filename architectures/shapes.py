@@ -152,10 +152,6 @@ class Profile:
         """Symbol -> size at ``which`` of ``"min"``, ``"opt"``, ``"max"``."""
         return {s: getattr(r, which) for s, r in self.ranges.items()}
 
-    def at_best(self) -> Profile:
-        """The one size that this profile is best at, as a profile."""
-        return Profile({s: Range(r.opt, r.opt, r.opt) for s, r in self.ranges.items()})
-
     def to_json(self) -> dict:
         return {s: [r.min, r.opt, r.max] for s, r in sorted(self.ranges.items())}
 
@@ -346,14 +342,12 @@ class Examples:
         compared: a few small calls inside the profile, for comparing the graph with native on the CPU.
         compiled: the calls to be fastest at.
         extremes: the least, best and largest calls, for comparing an engine on its device.
-        extremes_on_cpu: the same, no larger than a CPU bears.
     """
 
     traced: dict[str, int]
     compared: list[dict[str, int]]
     compiled: list[dict[str, int]]
     extremes: list[dict[str, int]]
-    extremes_on_cpu: list[dict[str, int]]
 
 
 def words_for(profile: Profile, symbols: Mapping[str, Symbol]) -> str:

@@ -26,8 +26,8 @@ from .calls import Binding, EngineCall, Unsupported
 from .folded_activation import linear_behind
 from .rotary import write_out_norms
 from .shapes import Dim, Sizes, TensorSpec
-from .token_sizes import BATCH, KEPT, PATCH, TOKENS, attended
-from .video_tokens import FRAMES, VIDEO, VideoSizes, to_tokens, to_video
+from .sizes import BATCH, FRAMES, PATCH, PROMPT, VIDEO, VideoSizes
+from .token_layers import KEPT, attended, to_tokens, to_video
 
 PATCHES = (1, PATCH, PATCH)
 CONTROLS, IMAGE = Dim("V"), Dim("I")
@@ -64,7 +64,7 @@ class Wan(VideoSizes):
         each, pairs = PATCH * PATCH, module.rope_embedder.dim // 2
         found = [
             TensorSpec("video", dtype, (BATCH, VIDEO, each * module.in_dim)),
-            TensorSpec("context", dtype, (BATCH, TOKENS, module.text_dim)),
+            TensorSpec("context", dtype, (BATCH, PROMPT, module.text_dim)),
             TensorSpec("timestep", "float32", (BATCH, FRAMES), sample="timestep"),
             TensorSpec("pe", "float32", (FRAMES, Dim("R"), Dim("C"), pairs, 2), steady=True),
         ]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import Any, ClassVar
 
@@ -21,11 +21,10 @@ from . import Role
 from .blocks import in_blocks
 from .calls import Binding, EngineCall, PerImagePass, Unsupported
 from .rotary import rotated
-from .shapes import TOKEN_STEP, Dim, Examples, Picture, Profile, Range, RequestedSizes, Sizes, Symbol, TensorSpec
+from .shapes import TOKEN_STEP, Dim, Range, Sizes, Symbol, TensorSpec
+from .sizes import PATCH, ImageTokenSizes
+from .token_layers import attended
 
-PATCH = 2
-PIXELS = 8 * PATCH
-"""Pixels per token, along each side."""
 GROUP = 32
 """Native pads prompt and picture to a multiple of so many tokens."""
 
@@ -36,74 +35,23 @@ IGNORED = frozenset({
 """Arguments that a call may carry; after the first four, those that native does not use without references."""
 
 
-class TokenSizes:
+@dataclass(frozen=True)
+class ZImageSizes(ImageTokenSizes):
     """Images, groups of picture tokens and groups of prompt tokens."""
 
-    sizes = Sizes("Z-Image", 512, 1024, 1536, max_tokens=7 * TOKEN_STEP)
-    batch, prompt = "B", "T"
+    sizes: Sizes = Sizes("Z-Image", 512, 1024, 1536, max_tokens=7 * TOKEN_STEP)
+
+    usual_prompt = 4
     free: ClassVar[Mapping[str, Range]] = {
         "B": Range(1, 2, 64), "N": Range(1, 33, 1 << 13), "T": Range(1, 3, 1 << 9)}
-    per_step = True
-    small: ClassVar[Sequence[dict[str, int]]] = ({"B": 1, "N": 2, "T": 2}, {"B": 2, "N": 3, "T": 1})
-    symbols = {
-        "B": Symbol("batch"),
-        "N": Symbol("picture tokens", GROUP),
-        "T": Symbol("prompt tokens", GROUP, of_picture=False),
-    }
-
-    def profile(self, asked: RequestedSizes) -> Profile:
-        """See ``Architecture``."""
-        asked.check()
-        asked = asked.filled(self.sizes)
-        low, best, high = (_groups(size, size) for size in (asked.min_size, asked.opt_size, asked.max_size))
-        longest = math.ceil(asked.max_tokens / GROUP)
-        tokens = Range(1, min(4, longest), longest)
-        return Profile({"B": Range(1, 1, 2 * asked.max_images), "N": Range(low, best, high), "T": tokens})
-
-    def examples(self, profile: Profile) -> Examples:
-        """See ``Architecture``."""
-        small, other = self.small
-        fitting = [profile.clamp(sizes) for sizes in (small, other)]
-        least, best, most = (profile.sizes(which) for which in ("min", "opt", "max"))
-        return Examples(
-            traced=other,
-            compared=fitting if fitting[0] != fitting[1] else fitting[:1],
-            compiled=[best],
-            extremes=[least, best, most],
-            extremes_on_cpu=[least, {**best, "B": least["B"]}],
-        )
-
-    def words(self, profile: Profile) -> str:
-        """See ``Architecture``: ``up to 2 images, 512x512 to 1024x1024 px, 256 tokens``."""
-        images = max(1, profile.ranges["B"].max // 2)
-        area, tokens = profile.ranges["N"], profile.ranges["T"]
-        low, high = (f"{side}x{side}" for side in map(_side, (area.min, area.max)))
-        pixels = high if low == high else f"{low} to {high}"
-        return f"{'1 image' if images == 1 else f'up to {images} images'}, {pixels} px, {GROUP * tokens.max} tokens"
-
-    def calls(self, profile: Profile, picture: Picture) -> list[dict[str, int]]:
-        """See ``Architecture``."""
-        groups, usual = _groups(picture.width, picture.height), profile.sizes("opt")
-        return [{**usual, "B": batch, "N": groups} for batch in picture.batches]
-
-    def call_words(self, call: Mapping[str, int]) -> str:
-        """See ``Architecture``: ``4096 picture tokens, 64 prompt tokens``; the batch where it is more than one."""
-        parts = [f"{GROUP * call[symbol]} {self.symbols[symbol].word}" for symbol in "NT" if symbol in call]
-        return ", ".join([*parts, *([f"batch {call['B']}"] if call.get("B", 1) != 1 else [])])
-
-
-def _groups(width: int, height: int) -> int:
-    """Return the groups of tokens of a picture."""
-    return math.ceil(math.ceil(width / PIXELS) * math.ceil(height / PIXELS) / GROUP)
-
-
-def _side(groups: int) -> int:
-    """Return the pixels along each side of a square of so many tokens, about."""
-    return PIXELS * math.isqrt(groups * GROUP)
+    named: ClassVar[Mapping[str, Symbol]] = {
+        name: replace(symbol, step=GROUP) if name in "NT" else symbol for name, symbol in ImageTokenSizes.named.items()}
+    traced: ClassVar[Mapping[str, int]] = {"B": 2, "N": 3, "T": 1}
+    compared: ClassVar[Sequence[Mapping[str, int]]] = ({"B": 1, "N": 2, "T": 2}, traced)
 
 
 @dataclass(frozen=True)
-class ZImage(TokenSizes):
+class ZImage(ZImageSizes):
     """A network that takes a picture in tokens, which of them are padding, the encoded prompt and rotary embeddings."""
 
     name = "zimage"
@@ -145,10 +93,6 @@ class ZImage(TokenSizes):
     def function(self, module: NextDiT) -> torch.nn.Module:
         """See ``Architecture``."""
         return _OnTokens(module)
-
-    def fuse_layers(self, module: NextDiT) -> list:
-        """See ``Architecture``: none; native's query, key and value are one layer."""
-        return []
 
     def passes(self, module: NextDiT) -> list[PerImagePass]:
         """See ``Architecture``: all that native does with the prompt before it meets the picture."""
@@ -247,8 +191,7 @@ def _turned(layer: torch.nn.Module, x: torch.Tensor, places: torch.Tensor) -> to
 def _attended(layer: torch.nn.Module, x: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
     q, k, v = layer.qkv(x).unflatten(-1, (3, layer.n_local_heads, layer.head_dim)).unbind(2)
     heads = [_turned(layer.q_norm, q, places), _turned(layer.k_norm, k, places), v]
-    found = F.scaled_dot_product_attention(*(t.transpose(1, 2) for t in heads))
-    return layer.out(found.transpose(1, 2).flatten(2))
+    return layer.out(attended(*heads))
 
 
 def _bounded(x: torch.Tensor) -> torch.Tensor:

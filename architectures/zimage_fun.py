@@ -6,8 +6,7 @@ they give is added to the picture's tokens. Unlike the picture's they are not pa
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, ClassVar
@@ -21,8 +20,9 @@ from . import Role
 from .blocks import in_blocks
 from .calls import Binding, EngineCall, PerImagePass, Unsupported
 from .model_patches import AbsorbedPatch, WithCompanion
-from .shapes import Dim, Picture, Profile, Range, RequestedSizes, Symbol, TensorSpec
-from .zimage import GROUP, PATCH, PIXELS, TokenSizes, ZImage, block, finished, is_plain, started
+from .shapes import Dim, Picture, Range, Symbol, TensorSpec
+from .sizes import PATCH
+from .zimage import GROUP, ZImage, ZImageSizes, block, finished, is_plain, started
 from .zimage import NEEDS as _BASE_NEEDS
 
 BASE = ZImage()
@@ -36,27 +36,21 @@ BEHIND = 10 * LAYERS
 """The number of a layer behind the last: there the patch encodes its image for the picture, and does nothing else."""
 
 
-class FunSizes(TokenSizes):
+class FunSizes(ZImageSizes):
     """The sizes of Z-Image, and the tokens of the control image: as many as the picture has without padding."""
 
-    small = ({"B": 1, "N": 2, "T": 2, "C": 50}, {"B": 2, "N": 3, "T": 1, "C": 70})
-    free: ClassVar[Mapping[str, Range]] = {**TokenSizes.free, "C": Range(1, 1041, 1 << 18)}
-    symbols = {**TokenSizes.symbols, "C": Symbol("control tokens")}
+    halved: ClassVar[Sequence[str]] = ("B",)
+    free: ClassVar[Mapping[str, Range]] = {**ZImageSizes.free, "C": Range(1, 1041, 1 << 18)}
+    named: ClassVar[Mapping[str, Symbol]] = {**ZImageSizes.named, "C": Symbol("control tokens")}
+    traced: ClassVar[Mapping[str, int]] = {"B": 2, "N": 3, "T": 1, "C": 70}
+    compared: ClassVar[Sequence[Mapping[str, int]]] = ({"B": 1, "N": 2, "T": 2, "C": 50}, traced)
 
-    def profile(self, asked: RequestedSizes) -> Profile:
-        """See ``Architecture``."""
-        ranges = super().profile(asked).ranges
-        groups, best = ranges["N"], asked.filled(self.sizes).opt_size
-        return Profile({**ranges, "C": Range(GROUP * (groups.min - 1) + 1, _tokens(best, best), GROUP * groups.max)})
+    def _of_sides(self, side: Range) -> dict[str, Range]:
+        own = super()._of_sides(side)
+        return {**own, "C": Range(GROUP * (own["N"].min - 1) + 1, side.opt**2, GROUP * own["N"].max)}
 
-    def calls(self, profile: Profile, picture: Picture) -> list[dict[str, int]]:
-        """See ``Architecture``."""
-        tokens = _tokens(picture.width, picture.height)
-        return [{**call, "C": tokens} for call in super().calls(profile, picture)]
-
-
-def _tokens(width: int, height: int) -> int:
-    return math.ceil(width / PIXELS) * math.ceil(height / PIXELS)
+    def _of_picture(self, picture: Picture) -> dict[str, int]:
+        return {**super()._of_picture(picture), "C": self._steps(picture.height) * self._steps(picture.width)}
 
 
 @dataclass(frozen=True)
@@ -88,10 +82,6 @@ class ZImageFun(FunSizes):
     def function(self, module: WithCompanion) -> torch.nn.Module:
         """See ``Architecture``."""
         return _WithFun(module)
-
-    def fuse_layers(self, module: WithCompanion) -> list:
-        """See ``Architecture``: none, as in Z-Image."""
-        return []
 
     def passes(self, module: WithCompanion) -> list[PerImagePass]:
         """See ``Architecture``: the prompt's, and the embedding of the control image."""

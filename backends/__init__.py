@@ -9,13 +9,14 @@ from __future__ import annotations
 import functools
 import importlib
 import pkgutil
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from ..architectures.calls import Call, RequestedCalls
-from ..architectures.shapes import Profile, Range, TensorSpec
+from ..architectures.shapes import PRECISIONS, Profile, Range, TensorSpec
 from ..engine_library import Engine, Fallback, Manifest, Reason
 
 if TYPE_CHECKING:
@@ -47,7 +48,7 @@ class BuildRequest:
         folder: where to put the engine's files; it already holds the graph.
         target: what the engine has to run on, in the words of the backend's ``target``.
         any_weights: the engine has to take other weights of the same layout afterwards, see ``Runner.refit``.
-        level: how hard to search for fast kernels, 1 to 5, where the backend can be told; 0 leaves it to the backend.
+        options: the backend's own, see ``FileBackend.options``.
     """
 
     onnx: Path
@@ -57,7 +58,7 @@ class BuildRequest:
     folder: Path
     target: str
     any_weights: bool = False
-    level: int = 0
+    options: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -101,53 +102,64 @@ class BuildSizes:
     again: bool = False
 
 
-class Backend(Protocol):
-    """A way to run engines. Each one also builds: it is a ``GraphBuilder`` or, with ``runs_live_weights``, a
+class Backend(ABC):
+    """A way to run engines. Each one also builds: it is a ``FileBackend`` or, with ``runs_live_weights``, a
     ``LiveCompiler``.
 
     Attributes:
         name: stands in manifests and in the node's list; never change it.
         preference: of several backends that can serve, ``auto`` takes the highest where no figures tell more.
-        measured_on: kinds of devices, see ``kind_of``, on which its engines were compared with native; elsewhere
+        measured_on: kinds of devices (see ``gpu.kind_of``) on which its engines were compared with native; elsewhere
             ``auto`` takes only engines of it that were timed on the very GPU.
         builds_on_gpu: True if a build needs memory and time of the GPU that it is for.
         runs_live_weights: True if its engines hold no weights: it then serves without an engine too.
         refits: True if it can build engines that take other weights afterwards; see ``BuildRequest.any_weights``.
         precisions: what its engines can compute in, torch's names.
+        notice: how little is known of its engines, for the node, or ``""``.
     """
 
     name: str
     preference: int
     measured_on: Collection[str]
     builds_on_gpu: bool
-    runs_live_weights: bool
-    refits: bool
-    precisions: Collection[str]
+    runs_live_weights = False
+    refits = False
+    precisions: Collection[str] = PRECISIONS
+    notice = ""
 
+    @abstractmethod
     def version(self) -> str:
         """Version of the library that does the work, as it enters the engine's identity."""
-        ...
 
+    @abstractmethod
     def target(self, device: torch.device) -> str:
         """Return what an engine built here runs on, as it enters the engine's identity."""
-        ...
 
-    def unavailable(self, device: torch.device) -> Fallback | None:
+    def cannot_import(self) -> Fallback | None:
+        """Return which package is missing or cannot be loaded, whatever the device, or None."""
+        return None
+
+    @abstractmethod
+    def cannot_run(self, device: torch.device) -> Fallback | None:
         """Return why this backend cannot run on a device here, or None when it can."""
-        ...
 
     def cannot_build(self, device: torch.device) -> Fallback | None:
         """Return why no engine for a device can be built here, or None; it may be possible where running is not."""
-        ...
+        return self.cannot_import()
 
-    def refuses(self, manifest: Manifest, device: torch.device) -> Fallback | None:
+    def cannot_use(self, manifest: Manifest, device: torch.device) -> Fallback | None:
         """Return why this engine in particular cannot run on a device here (version, GPU), or None when it can."""
-        ...
+        return self.cannot_run(device)
 
+    def build_memory(self, weights: int) -> int:
+        """Bytes of main memory that a build takes for so many bytes of weights, those of the graph apart."""
+        return 0
+
+    @abstractmethod
     def writes(self, name: str) -> bool:
         """Tell whether builds make files of this name. Files of other names are never opened."""
-        ...
 
+    @abstractmethod
     def weights(self, network: NativeNetwork, check: Callable[[], None] | None = None) -> str:
         """Return what stands for a network's weights in the identity of its engines: a hash of them, or of the
         structure where the engines take any weights.
@@ -155,20 +167,20 @@ class Backend(Protocol):
         Args:
             check: called often during long work; may raise to stop it.
         """
-        ...
 
     def engine_profile(self, profile: Profile) -> Profile:
         """The shapes that an engine takes which is built for a profile."""
-        ...
+        return profile
 
     def sizes(self, engine: Engine) -> list[dict[str, int]]:
         """The only calls that an engine takes, symbol -> size; an empty list if it takes all of its profile."""
-        ...
+        return []
 
+    @abstractmethod
     def in_use(self, engines: Sequence[Engine]) -> list[Engine]:
         """Those of a network's engines, the best first, that a session uses."""
-        ...
 
+    @abstractmethod
     def to_build(
         self, network: NativeNetwork, calls: RequestedCalls, engines: Sequence[Engine], rebuild: Collection[Engine] = ()
     ) -> list[BuildSizes]:
@@ -178,8 +190,8 @@ class Backend(Protocol):
             engines: those in use.
             rebuild: those of them that shall be built again.
         """
-        ...
 
+    @abstractmethod
     def session(
         self, network: NativeNetwork, engines: Sequence[Engine], precision: str, passed_over: Fallback | None
     ) -> Session:
@@ -192,36 +204,14 @@ class Backend(Protocol):
         Raises:
             Unavailable: another node replaced a part of the network.
         """
-        ...
 
 
-class GraphBuilder(Backend, Protocol):
-    """A backend that builds from ONNX graphs, which needs neither ComfyUI nor the model.
-
-    Attributes:
-        build_stack: bytes of stack that a thread of ``build`` may need; 0 for what the system gives.
-    """
-
-    build_stack: int
-
-    def build_memory(self, weights: int) -> int:
-        """Bytes of main memory that ``build`` takes for so many bytes of weights, the graph's own apart."""
-        ...
-
-    def build(self, request: BuildRequest, progress: Progress) -> list[str]:
-        """Make the engine's files in ``request.folder`` and return their names, the one to open first.
-
-        ``progress`` gets the fraction of this build, which never falls; what it raises comes out as it is.
-
-        Raises:
-            BuildError: the engine cannot be built.
-        """
-        ...
-
-
-class LiveCompiler(Backend, Protocol):
+class LiveCompiler(Backend):
     """A backend that compiles live networks; its engines hold no weights."""
 
+    runs_live_weights = True
+
+    @abstractmethod
     def compile(self, function: torch.nn.Module, task: LiveTask, progress: Progress) -> dict:
         """Compile a network for the task's sizes and return ``files``, ``parity`` and ``seconds`` of the manifest.
 
@@ -231,13 +221,12 @@ class LiveCompiler(Backend, Protocol):
             function: the network as a function of its inputs, on the task's device; in blocks: on the meta device.
 
         Raises:
-            BuildError: as ``GraphBuilder.build``.
+            BuildError: as ``FileBackend.build``.
         """
-        ...
 
+    @abstractmethod
     def known(self, engines: Sequence[Engine], device: torch.device) -> list[bytes]:
         """Return the contents of engines' files for a device; a build takes the parts that fit its network."""
-        ...
 
 
 def backends() -> dict[str, Backend]:
@@ -254,25 +243,10 @@ def _found(folders: tuple[str, ...]) -> list[Backend]:
     return sorted(found, key=lambda backend: -backend.preference)
 
 
-def why_refused(backend: Backend, manifest: Manifest, device: torch.device) -> Fallback | None:
+def cannot_open(backend: Backend, manifest: Manifest, device: torch.device) -> Fallback | None:
     """Return why an engine cannot run on a device here, or None: it has files that its backend never writes, or the
     backend refuses it."""
     strange = next((name for name in manifest.files if not backend.writes(name)), None)
     if strange is not None:
         return Fallback(Reason.BROKEN_ENGINE, f"it has a file {strange}, and {backend.name} writes none of that name")
-    return backend.refuses(manifest, device)
-
-
-def kind_of(device: torch.device) -> str:
-    """The kind of device that measurements hold for: ``"cpu"``, ``"cuda"`` (NVIDIA), ``"rocm"`` and so on."""
-    import torch
-
-    return "rocm" if device.type == "cuda" and torch.version.hip is not None else device.type
-
-
-def gpu_of(device: torch.device) -> str:
-    """The GPU behind a device, in words that tell models of GPUs apart; ``""`` where no engine needs to know."""
-    from .tensorrt.flavour import Gpu
-
-    found = Gpu.of(device)
-    return "" if found is None else f"{found.sm} {found.name}"
+    return backend.cannot_use(manifest, device)

@@ -2,45 +2,50 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Collection, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ..architectures.calls import RequestedCalls
-from ..architectures.shapes import PRECISIONS, Profile
+from ..architectures.shapes import Profile
 from ..engine_library import Engine, Fallback
-from . import BuildSizes
+from . import Backend, BuildRequest, BuildSizes, Progress
 
 if TYPE_CHECKING:
     import torch
 
     from ..comfy_model.network import NativeNetwork
+    from ..engine_library.disk import Settings
     from ..sessions.file_session import FileSession
     from ..sessions.session import Runner, Session
 
-MOST_OPEN = 2
-"""Engines of one size that are open at once, and that are built for sizes which a run showed: each has all weights."""
 
-
-class FileBackend:
-    """Base of such backends. They define ``load``; sessions are the same for all.
+class FileBackend(Backend):
+    """Base of such backends. They build from ONNX graphs, without ComfyUI and the model.
 
     Attributes:
         file_names: those of the files that builds make.
         keeps_weights: True if an engine that takes any weights has those it was built with when it is opened.
-        one_size: True if an engine takes one size only, the best of the profile it was built for. A session then uses
-            all engines of a network, one for each size.
+        build_stack: bytes of stack that a thread of ``build`` may need; 0 for what the system gives.
     """
 
     file_names: Collection[str]
-    build_stack = 0
-    runs_live_weights = False
-    refits = False
     keeps_weights = False
-    one_size = False
-    precisions: Collection[str] = PRECISIONS
+    build_stack = 0
 
-    def build_memory(self, weights: int) -> int:
-        return 0
+    def options(self, settings: Settings) -> dict[str, Any]:
+        """Return what a build needs of the user's settings, as JSON; it comes as ``BuildRequest.options``."""
+        return {}
+
+    @abstractmethod
+    def build(self, request: BuildRequest, progress: Progress) -> list[str]:
+        """Make the engine's files in ``request.folder`` and return their names, the one to open first.
+
+        ``progress`` gets the fraction of this build, which never falls; what it raises comes out as it is.
+
+        Raises:
+            BuildError: the engine cannot be built.
+        """
 
     def writes(self, name: str) -> bool:
         return name in self.file_names
@@ -48,61 +53,40 @@ class FileBackend:
     def weights(self, network: NativeNetwork, check: Callable[[], None] | None = None) -> str:
         return network.weights_hash(check)
 
-    def engine_profile(self, profile: Profile) -> Profile:
-        return profile.at_best() if self.one_size else profile
-
-    def sizes(self, engine: Engine) -> list[dict[str, int]]:
-        return [engine.manifest.identity.profile.sizes("opt")] if self.one_size else []
-
     def in_use(self, engines: Sequence[Engine]) -> list[Engine]:
-        alike = [e for e in engines if e.manifest.identity.weights == engines[0].manifest.identity.weights]
-        return alike if self.one_size else alike[:1]
+        return list(engines[:1])
 
     def to_build(
         self, network: NativeNetwork, calls: RequestedCalls, engines: Sequence[Engine], rebuild: Collection[Engine] = ()
     ) -> list[BuildSizes]:
         return [
             BuildSizes(profile, again=_hold(rebuild, profile))
-            for profile in self._profiles(network, calls)
+            for profile in self.profiles(network, calls)
             if _hold(rebuild, profile) or not _hold(engines, profile)
         ]
 
-    def _profiles(self, network: NativeNetwork, calls: RequestedCalls) -> list[Profile]:
-        """The shapes to have engines for. Those of one size: one for each picture, and for what most calls had."""
-        if not self.one_size:
-            return [calls.profile]
-        architecture, usual = network.architecture(), calls.profile.sizes("opt")
-        drawn = [Profile.around(architecture.calls(calls.profile, picture)).at_best() for picture in calls.pictures]
-        seen = [Profile.around([usual | dict(call)]) for call in (calls.seen or ())[:MOST_OPEN]]
-        found: list[Profile] = []
-        for profile in [*(drawn or [calls.profile.at_best()]), *seen]:
-            if profile not in found:
-                found.append(profile)
-        return found
+    def profiles(self, network: NativeNetwork, calls: RequestedCalls) -> list[Profile]:
+        """The shapes to have engines for."""
+        return [calls.profile]
 
+    @abstractmethod
     def load(self, engine: Engine, device: torch.device) -> Runner:
         """Open an engine for running on a device.
 
         Raises:
             Unavailable: it cannot be opened here.
         """
-        raise NotImplementedError
 
     def session(
         self, network: NativeNetwork, engines: Sequence[Engine], precision: str, passed_over: Fallback | None
     ) -> Session:
+        return self.session_of(engines[0], network)
+
+    def session_of(self, engine: Engine, network: NativeNetwork) -> FileSession:
+        """The session of one engine."""
         from ..sessions.file_session import file_session  # needs ComfyUI
-        from ..sessions.session import refusal_of
-        from .tensorrt.one_size import one_size_session
 
-        def opened(engine: Engine) -> FileSession:
-            return file_session(
-                engine, lambda engine, device: self.load(engine, device), network.device, network, self.keeps_weights
-            )
-
-        sound = [engine for engine in engines if refusal_of(engine) is None] or engines
-        sessions = [opened(engine) for engine in sound]
-        return one_size_session(sessions, MOST_OPEN) if self.one_size else sessions[0]
+        return file_session(engine, self.load, network.device, network, self.keeps_weights)
 
 
 def _hold(engines: Collection[Engine], profile: Profile) -> bool:

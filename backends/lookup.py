@@ -13,7 +13,8 @@ from ..architectures import architectures, runs_per_step
 from ..architectures.calls import RequestedCalls, UncoveredCall, serves_every_size
 from ..architectures.shapes import Picture, Profile
 from ..engine_library import Engine, EngineQuery, Fallback, Library, Manifest, Reason, Unavailable, trust
-from . import AUTO, Backend, backends, gpu_of, kind_of, why_refused
+from ..engine_library.gpu import gpu_of, kind_of
+from . import AUTO, Backend, backends, cannot_open
 
 if TYPE_CHECKING:
     import torch
@@ -134,7 +135,7 @@ def open_session(found: Found, network: NativeNetwork, precision: str) -> Sessio
     session = found.backend.session(network, found.engines, precision, found.passed_over)
     if found.live is None:
         return session
-    from ..sessions.with_live_fallback import with_live_fallback  # needs ComfyUI
+    from ..sessions.choice import with_live_fallback  # needs ComfyUI
 
     try:
         return with_live_fallback(session, found.live.session(network, found.live_engines, precision, None), network)
@@ -193,9 +194,6 @@ def _engines(
     named = {backend.name: backend for backend in usable}
     live = [backend.name for backend in usable if backend.runs_live_weights]  # these do not open slow engines
 
-    def refuses(manifest: Manifest) -> Fallback | None:
-        return why_refused(named[manifest.identity.backend], manifest, device)
-
     def covers(engine: Engine) -> bool:
         """Tell whether an engine takes all calls that are wanted; live weights take every size."""
         backend = named[engine.manifest.identity.backend]
@@ -203,9 +201,9 @@ def _engines(
 
     query = replace(query, covers=covers)
     if choice != AUTO:
-        return library.find_all(query, refuses)
+        return library.find_all(query, refusals(device))
     unproven = [backend.name for backend in usable if not _proven(backend, device)]
-    found = library.find_all(replace(query, fastest=True, only_timed=unproven), refuses)
+    found = library.find_all(replace(query, fastest=True, only_timed=unproven), refusals(device))
     worth_it = [e for e in found if e.manifest.identity.backend in live or not trust.is_slow(e, query.gpu)]
     if live and not worth_it:
         raise library.nothing_found()
@@ -228,9 +226,9 @@ def backends_for(network: NativeNetwork, choice: str, timed_here: Collection[str
         Unavailable: none can.
     """
     usable = usable_backends(choice, network.device, timed_here)
-    able = [backend for backend in usable if refusal_for(network, backend) is None]
+    able = [backend for backend in usable if cannot_serve(network, backend) is None]
     if not able:
-        raise Unavailable.of(refusal_for(network, usable[0]))
+        raise Unavailable.of(cannot_serve(network, usable[0]))
     return able
 
 
@@ -257,7 +255,7 @@ def builds_by_itself(choice: str, device: torch.device, architecture: str, param
     return torch.cuda.mem_get_info(device)[1] >= WHOLE + 2 * parameters * torch.float16.itemsize
 
 
-def refusal_for(network: NativeNetwork, backend: Backend) -> Fallback | None:
+def cannot_serve(network: NativeNetwork, backend: Backend) -> Fallback | None:
     """Return why a backend never serves a network, or None."""
     if backend.runs_live_weights or not (what := network.only_live):
         return None
@@ -281,7 +279,7 @@ def usable_backends(choice: str, device: torch.device, timed_here: Collection[st
         allowed = allowed or _not_on_auto(known.values(), device)
     else:
         allowed = [known[choice]] if choice in known else []
-    refusals = {b.name: b.unavailable(device) for b in allowed}
+    refusals = {b.name: b.cannot_run(device) for b in allowed}
     usable = [b for b in allowed if refusals[b.name] is None]
     if not usable:
         reasons = [refusal.reason for refusal in refusals.values()]
@@ -303,7 +301,7 @@ def _not_on_auto(every: Iterable[Backend], device: torch.device) -> list[Backend
     Raises:
         Unavailable: some would run; names them.
     """
-    able = [b.name for b in every if b.unavailable(device) is None]
+    able = [b.name for b in every if b.cannot_run(device) is None]
     if able:
         where = f"no backend was measured on {kind_of(device)} yet, so 'auto' takes none"
         raise Unavailable(Reason.BACKEND_MISSING, f"{where}; choose {' or '.join(able)} by name to try it")
@@ -318,6 +316,6 @@ def refusals(device: torch.device) -> Callable[[Manifest], Fallback | None]:
         backend = known.get(manifest.identity.backend)
         if backend is None:
             return Fallback(Reason.BACKEND_MISSING, f"this version has no backend {manifest.identity.backend}")
-        return why_refused(backend, manifest, device)
+        return cannot_open(backend, manifest, device)
 
     return refuses

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ..engine_library import Engine, Fallback, Manifest, Reason, Unavailable
+from ..engine_library import Engine, Fallback, Reason, Unavailable
 from ..engine_library.engine import DATA_NAME, GRAPH_NAME, PARAMETERS_NAME
 from . import BuildRequest, Progress
 from .file_backend import FileBackend
@@ -47,8 +47,8 @@ class OnnxRuntimeBackend(FileBackend):
     def target(self, device: torch.device) -> str:
         return "any"
 
-    def unavailable(self, device: torch.device) -> Fallback | None:
-        if (why := self.cannot_build(device)) is not None:
+    def cannot_run(self, device: torch.device) -> Fallback | None:
+        if (why := self.cannot_import()) is not None:
             return why
         provider = _PROVIDERS.get(device.type)
         if provider is None:
@@ -62,8 +62,8 @@ class OnnxRuntimeBackend(FileBackend):
             )
         return None
 
-    def cannot_build(self, device: torch.device) -> Fallback | None:
-        """The graph is the engine, so the package is all that it takes, whichever distribution brings it."""
+    def cannot_import(self) -> Fallback | None:
+        """The package is all that it takes, also to build, whichever distribution brings it."""
         spec = find_spec("onnxruntime")
         if spec is None or spec.origin is None:  # an uninstalled one may leave an empty folder
             return Fallback(Reason.BACKEND_MISSING, f"onnxruntime is not installed ({INSTALL})")
@@ -76,9 +76,6 @@ class OnnxRuntimeBackend(FileBackend):
             why = f"onnxruntime {version} is too old, {newer} or newer is needed (update its package)"
             return Fallback(Reason.BACKEND_MISSING, why)
         return None
-
-    def refuses(self, manifest: Manifest, device: torch.device) -> Fallback | None:
-        return self.unavailable(device)
 
     def build(self, request: BuildRequest, progress: Progress) -> list[str]:
         """The graph is the engine: nothing to compile. One that takes any weights is the graph without them."""

@@ -18,8 +18,8 @@ from pathlib import Path
 import torch
 
 from ..architectures.shapes import Examples
-from ..backends import Progress, gpu_of, why_refused
-from ..backends.lookup import refusal_for
+from ..backends import Progress, cannot_open
+from ..backends.lookup import cannot_serve
 from ..comfy_model.hash_cache import source_of
 from ..comfy_model.network import NativeNetwork
 from ..comfy_model.snapshot import write_structure, write_weights
@@ -40,6 +40,7 @@ from ..engine_library import (
 )
 from ..engine_library.disk import check_room, read_settings, readable
 from ..engine_library.engine import GRAPH_NAME, LIMITS, PARAMETERS_NAME, describe_files
+from ..engine_library.gpu import gpu_of
 from ..engine_library.manifest import PACK_VERSION
 from .check import check_engine, check_task, unchecked_engine
 from .order import BuildOrder
@@ -105,9 +106,9 @@ def build_engine(
         LibraryError: the library cannot take the engine; the text is for the user.
     """
     refusal = order.backend.cannot_build(order.target_device)
-    if refusal is not None and order.backend.unavailable(order.target_device) is not None:
+    if refusal is not None and order.backend.cannot_run(order.target_device) is not None:
         raise Unavailable(refusal.reason, refusal.detail)
-    if (never := refusal_for(order.network, order.backend)) is not None:
+    if (never := cannot_serve(order.network, order.backend)) is not None:
         raise Unavailable.of(never)
     run = TimeLimit(read_settings(library.roots[0]).build_minutes, order.backend.name).kept_by(within_memory(run))
     if make_room is not None:
@@ -159,9 +160,9 @@ def _existing(order: BuildOrder, library: Library, identity: EngineIdentity) -> 
     """The engine, if it is there and whole; one that only this machine cannot run is whole."""
 
     def usable(manifest: Manifest) -> Fallback | None:
-        if order.backend.unavailable(order.target_device) is not None:
+        if order.backend.cannot_run(order.target_device) is not None:
             return None
-        return why_refused(order.backend, manifest, order.target_device)
+        return cannot_open(order.backend, manifest, order.target_device)
 
     return library.exact(identity, usable, gpu_of(order.target_device))
 
@@ -272,7 +273,7 @@ class _Build:
         gpu = gpu_of(device)
         if backend.runs_live_weights:  # it was compiled and compared on the device
             return trust.Record(trust.BUILT, gpu=gpu), {}
-        if not gpu or backend.unavailable(device) is not None:
+        if not gpu or backend.cannot_run(device) is not None:
             return trust.BUILT_HERE, {}
         words = {
             "origin": f"the engine that {backend.name} made of {order.network.label}",
@@ -308,7 +309,7 @@ class _Build:
             "step": "build",
             "target": self.identity.device,
             "any_weights": self.identity.any_weights,
-            "level": read_settings(self.library.roots[0]).tensorrt_level,
+            "options": self.order.backend.options(read_settings(self.library.roots[0])),
             "profile": profile.to_json(),
             **backend_task(self.order.backend),
         }

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ..backends import Progress, gpu_of, why_refused
+from ..backends import Progress, cannot_open
 from ..comfy_model.snapshot import write_structure, write_weights
 from ..engine_library import (
     Engine,
@@ -24,6 +24,7 @@ from ..engine_library import (
 )
 from ..engine_library.disk import check_room
 from ..engine_library.engine import LIMITS
+from ..engine_library.gpu import gpu_of
 from .resources import check_memory, on_cpu
 from .worker.onnx_export import DATA_NAME
 from .worker.task import Task
@@ -39,7 +40,7 @@ log = logging.getLogger(__name__)
 def unchecked_engine(order: BuildOrder, library: Library, identity: EngineIdentity) -> Engine | None:
     """Return an engine built here that would serve an order once it was checked on its device, or None."""
     backend, device = order.backend, order.target_device
-    if backend.runs_live_weights or backend.unavailable(device) is not None:
+    if backend.runs_live_weights or backend.cannot_run(device) is not None:
         return None
     wanted = EngineQuery(
         identity.architecture,
@@ -50,7 +51,7 @@ def unchecked_engine(order: BuildOrder, library: Library, identity: EngineIdenti
         gpu_of(device),
         layout=identity.layout,
     )
-    return library.unchecked(wanted, lambda manifest: why_refused(backend, manifest, device))
+    return library.unchecked(wanted, lambda manifest: cannot_open(backend, manifest, device))
 
 
 def check_engine(
@@ -122,10 +123,12 @@ def check_task(order: BuildOrder, manifest: Manifest, engine: Path, native: Task
     device, identity = order.target_device, manifest.identity
     architecture = order.network.architecture()
     examples = architecture.examples(identity.profile)
-    calls, timed = on_cpu(architecture, examples.extremes_on_cpu, examples.extremes_on_cpu[0]), None
-    if device.type != "cpu":
+    calls, timed = examples.extremes, None
+    if device.type == "cpu":
+        calls = on_cpu(architecture, calls, calls[0])
+    else:
         timed = examples.compiled[0]
-        calls = examples.extremes if timed in examples.extremes else [*examples.extremes, timed]
+        calls = calls if timed in calls else [*calls, timed]
     return {
         "step": "check",
         "engine": str(engine),

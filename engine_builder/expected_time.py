@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from ..architectures import architectures
+from ..architectures.calls import serves_every_size
+from ..backends import backends
 from ..engine_library import Library, trust
 from .order import BuildOrder
 
 MOST_ALIKE = 4.0
 """Networks that are this many times larger or smaller say nothing: with tiny ones the start of a process is all."""
+BLOCKS, LEAST = 27.0, 1e8
+"""Seconds of a network in blocks, and its least parameters: Z-Image's from first_minutes_h200.json (16 CPU cores). A
+block of each kind is compiled, so a larger network takes no longer."""
 
 MEASURED: dict[tuple[str, str], tuple[tuple[float, float], ...]] = {
     ("unet", "tensorrt_rtx"): ((0.86e9, 202.5),),
@@ -29,32 +35,46 @@ def expected_seconds(order: BuildOrder, library: Library) -> float | None:
     """Wall seconds of an order from the first read to the engine; see ``expected``."""
     parameters = sum(p.numel() for p in order.network.module.parameters())
     target = order.backend.target(order.target_device)
-    return expected(library, order.network.role.value, order.backend.name, order.precision, target, parameters)
+    kind, family = order.network.role.value, order.network.architecture().name
+    return expected(library, kind, family, order.backend.name, order.precision, target, parameters)
 
 
 def expected(
-    library: Library, kind: str, backend: str, precision: str, target: str, parameters: int
+    library: Library, kind: str, family: str, backend: str, precision: str, target: str, parameters: int
 ) -> float | None:
     """Wall seconds of a build, scaled by the number of parameters; None when nothing is known of builds like it.
 
     The latest build of the same kind of network by the same backend, in the same precision and for the same device,
-    decides; without one, the figures that we measured.
+    decides; without one, the figures that we measured. Of a network in blocks the longest build of its family decides:
+    the next ones find compiled blocks.
     """
-    alike = []
+    alike, in_blocks = [], _in_blocks(family, backend)
     for engine in library.engines():  # those of a copied one are another machine's
         manifest = engine.manifest
         identity = manifest.identity
         same = (manifest.kind == kind and identity.backend == backend and identity.precision == precision
                 and identity.device == target)
-        if same and _alike(parameters, manifest.parameters) and trust.built_here(engine):
-            alike.append((manifest.created, sum(manifest.seconds.values()) * parameters / manifest.parameters))
+        if not same or not _alike(parameters, manifest.parameters) or not trust.built_here(engine):
+            continue
+        seconds = sum(manifest.seconds.values())
+        if not in_blocks:
+            alike.append((manifest.created, seconds * parameters / manifest.parameters))
+        elif identity.architecture == family:
+            alike.append(("", seconds))
     if alike:
         return round(max(alike)[1], 1)
+    if in_blocks:
+        return BLOCKS if parameters >= LEAST else None
     near = [(size, took) for size, took in MEASURED.get((kind, backend), ()) if _alike(parameters, size)]
     if not near:
         return None
     size, took = min(near, key=lambda one: abs(one[0] - parameters))
     return round(took * parameters / size)
+
+
+def _in_blocks(family: str, backend: str) -> bool:
+    known, builder = architectures().get(family), backends().get(backend)
+    return None not in (known, builder) and serves_every_size(known) and builder.runs_live_weights
 
 
 def _alike(parameters: int, others: float) -> bool:

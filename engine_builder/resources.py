@@ -14,10 +14,11 @@ import torch
 
 from ..architectures import Architecture
 from ..architectures.calls import Call, serves_every_size
-from ..backends import Backend, Progress
+from ..backends import Backend, Progress, backends
 from ..engine_library import BuildError, Reason, Unavailable, life_signs
 from ..engine_library.atomic_files import FileLock
 from ..engine_library.disk import gigabytes
+from ..sessions.memory_words import says_out_of_memory
 from .order import BuildOrder
 from .worker.task import Task
 from .worker_process import Log
@@ -135,10 +136,13 @@ def check_memory(backend: Backend, weights: int, label: str, checks: bool = Fals
         weights: bytes of them in main memory.
         checks: the engine is there, and only compared.
     """
-    least, available = FIXED + int(weights * EXPORT), available_bytes()
-    needed = least if checks else needed_bytes(backend, weights)
+    needed = FIXED + int(weights * EXPORT) if checks else needed_bytes(backend, weights)
+    available = available_bytes()
     if available < needed:
-        other = f", or choose the backend onnxruntime, which needs {gigabytes(least)}" if least < needed else ""
+        of_files = [one for one in backends().values() if not one.runs_live_weights]
+        best = min(of_files, key=lambda one: needed_bytes(one, weights))
+        less = needed_bytes(best, weights)
+        other = f", or choose the backend {best.name}, which needs {gigabytes(less)}" if less < needed else ""
         raise BuildError(
             f"{'checking' if checks else 'building'} the engine of {label} with {backend.name} needs about "
             f"{gigabytes(needed)} of main memory and {gigabytes(available)} are available, so it was not started and "
@@ -200,14 +204,26 @@ def within_memory(run: Runner) -> Runner:
     return run_within_memory
 
 
-def on_cpu(architecture: Architecture, calls: Sequence[Call], otherwise: Call) -> list[Call]:
-    """Return those of some calls that a CPU bears, or another one where it bears none."""
+def on_cpu(architecture: Architecture, calls: Sequence[Call], least: Call) -> list[Call]:
+    """Return calls that a CPU bears: they are halved where they are too large, and left out where that is too little.
 
-    def elements(call: Call) -> int:
-        told = {name for name, symbol in architecture.symbols.items() if symbol.of_picture}
-        return math.prod(size for name, size in call.items() if name in told)
+    Args:
+        least: no size is halved to below its own; it is returned where no call is left.
+    """
+    found: list[Call] = []
+    for call in map(dict, calls):
+        for symbol in architecture.halved:
+            while _elements(architecture, call) > CPU_ELEMENTS and call.get(symbol, 1) // 2 >= least.get(symbol, 1):
+                call[symbol] //= 2
+        if _elements(architecture, call) <= CPU_ELEMENTS and call not in found:
+            found.append(call)
+    return found or [least]
 
-    return [call for call in calls if elements(call) <= CPU_ELEMENTS] or [otherwise]
+
+def _elements(architecture: Architecture, call: Call) -> int:
+    """Return the latent elements or tokens of a call's pictures. A step in pixels is one of them."""
+    symbols = {name: symbol for name, symbol in architecture.symbols.items() if symbol.of_picture and name in call}
+    return math.prod(call[name] * (1 if symbol.unit else symbol.step) for name, symbol in symbols.items())
 
 
 def in_blocks(order: BuildOrder) -> bool:
@@ -227,6 +243,8 @@ def with_room(run: Runner, order: BuildOrder, make_room: MakeRoom) -> Runner:
             try:
                 return {**run(task, progress, log_line, environment), WAITED: 0.0}
             except BuildError as failure:  # a prompt beside it may have taken the memory
+                if not says_out_of_memory(failure):
+                    raise
                 log_line(f"beside what is loaded: {failure}; now with the GPU's memory to itself")
         began = time.perf_counter()
         make_room(device, lambda phase: progress(phase, 0.0))

@@ -35,7 +35,7 @@ _ANY_LAYOUT = "layout"
 _NEEDED = ("key", "identity", "kind", "label", "inputs", "outputs", "files", "parity", "seconds", "created",
            "pack_version")  # fmt: skip
 _LATER = ("fingerprint", "source", "parameters", "built_with", "changes")
-_FIGURES = {"rel_err", "native_rel_err", "limit", "native_ms", "engine_ms", "relative_time", "refit_s"}
+_FIGURES = {"rel_err", "native_rel_err", "limit", "native_ms", "engine_ms", "relative_time", "refit_s", "wiring"}
 """Names in ``parity`` whose values are numbers; the rest is for people."""
 _SYMBOL = re.compile(r"[A-Z]{1,4}")
 _FACTOR = r"[A-Z]{1,4}([*/][1-9][0-9]{0,3})?"

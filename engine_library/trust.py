@@ -8,7 +8,6 @@ each other's engines, and so do workers with one fleet key, which signs the reco
 from __future__ import annotations
 
 import contextlib
-import functools
 import hashlib
 import hmac
 import json
@@ -23,7 +22,7 @@ from typing import TYPE_CHECKING
 from . import fleet_key, schema
 from .atomic_files import claim, replace, temporary_beside, write_file
 from .fallback import Fallback, Reason
-from .gpu_driver import driver_version
+from .gpu import driver_version
 from .manifest import RECORD_NAME, Manifest
 from .safe_files import is_private, open_regular, read_json
 
@@ -183,9 +182,10 @@ def why_unusable(engine: Engine, gpu: str = "") -> Fallback | None:
         elsewhere = f"has run on {record.gpu}" if record.gpu else "has not run on a GPU yet"
         text = f"{engine.folder.name} {elsewhere} and was not compared with the normal model on {gpu}"
         return Fallback(Reason.UNCHECKED, text)
-    if gpu and not record.here and (proved := figures(engine).get("driver") or "unknown") != _driver():
+    if gpu and not record.here and (proved := figures(engine).get("driver") or "unknown") != driver_version():
         text = f"{engine.folder.name} was built by another worker with driver {proved}, and here it is"
-        return Fallback(Reason.UNCHECKED, f"{text} {_driver() or 'unknown'}: it was not compared with the normal model")
+        here = driver_version() or "unknown"
+        return Fallback(Reason.UNCHECKED, f"{text} {here}: it was not compared with the normal model")
     return None
 
 
@@ -225,12 +225,6 @@ def _wrote(path: Path, text: str) -> bool:
     except OSError:
         return False
     return True
-
-
-@functools.cache
-def _driver() -> str:
-    """Return the driver's version, asked once per process; ``""`` where it cannot be told."""
-    return driver_version()
 
 
 def _elsewhere(manifest: Manifest) -> Path:

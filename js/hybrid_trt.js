@@ -190,7 +190,11 @@ function hearServer() {
     };
 }
 
-await request(api, "/presets").then(offer, (failure) => console.warn("Hybrid TRT:", failure.message)); // Auto is offered without
+const warn = (failure) => console.warn("Hybrid TRT:", failure.message); // Auto is offered without
+const [backends] = await Promise.all([
+    request(api, "/settings").then((answer) => answer.backends, warn),
+    request(api, "/presets").then(offer, warn),
+]);
 
 app.registerExtension({
     name: "hybrid_trt.page",
@@ -200,7 +204,7 @@ app.registerExtension({
     ],
     menuCommands: [{ path: ["Hybrid TRT"], commands: ["HybridTRT.Accelerate", "HybridTRT.RemoveAcceleration"] }],
     getCanvasMenuItems: accelerateEntries,
-    settings: [...settings(), ...librarySettings(api)],
+    settings: [...settings(backends ?? ["auto"]), ...librarySettings(api)],
     setup() {
         for (const file of ["./style.css", "./panel.css"]) {
             const style = Object.assign(document.createElement("link"), { rel: "stylesheet" });

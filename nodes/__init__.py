@@ -47,7 +47,7 @@ def _in_short() -> str:
         chosen = f"backend {usable_backends(AUTO, device)[0].name}"
     except Unavailable as unavailable:
         chosen = f"no backend ({unavailable})"
-    missing = [backend.name for backend in backends().values() if backend.unavailable(device) is not None]
+    missing = [backend.name for backend in backends().values() if backend.cannot_run(device) is not None]
     return f"{PACK_VERSION}: {name}, {chosen}" + (f"; not usable here: {', '.join(missing)}" if missing else "")
 
 

@@ -69,24 +69,22 @@ def build_as_requested(handle: EngineHandle, again: bool) -> None:
     """
     if not works(Feature.BUILDS):
         handle.note = NO_BUILDS
-    elif again or lacks_engine(handle) or refused_engines(handle):
-        for order, anew in _orders(handle):
-            _submit(order, handle, anew)
+        return
+    for order, anew in _orders(handle, again):
+        _submit(order, handle, anew)
 
 
-def _orders(handle: EngineHandle) -> list[tuple[BuildOrder, bool]]:
+def _orders(handle: EngineHandle, again: bool = True) -> list[tuple[BuildOrder, bool]]:
     """Return the orders for what a node lacks, each with True where an engine that is there is built again.
 
-    Engines that could not be opened are built again; all of them are where the node lacks nothing.
+    Engines that could not be opened are built again; all of them are where the node lacks nothing, and ``again``.
     """
-    found = handle.found
-    if found is None or found.builder is None:
+    found, lacks, refused = handle.found, lacks_engine(handle), refused_engines(handle)
+    if found is None or found.builder is None or not (again or lacks or refused):
         return []
-    builder, rebuild = found.builder, refused_engines(handle)
-    if not rebuild and not lacks_engine(handle):
-        rebuild = found.engines
+    builder, rebuild = found.builder, refused or (() if lacks else found.engines)
     own = [engine for engine in rebuild if engine.manifest.identity.backend == builder.name]
-    parts = to_build(handle, own) or [BuildSizes(handle.choice.profile, again=not lacks_engine(handle))]
+    parts = to_build(handle, own) or [BuildSizes(handle.choice.profile, again=not lacks)]
     network, precision = handle.network, handle.choice.precision_for(handle.network)
     order = BuildOrder(network, precision, handle.choice.profile, builder, replaceable=handle.choice.replaceable,
                        loras=handle.choice.loras)  # fmt: skip

@@ -279,7 +279,8 @@ def _settings() -> list[io.Input]:
             options=[AUTO, *backends()],
             default=AUTO,
             tooltip="Who builds and runs the engine; auto takes the one that was the fastest on this GPU, "
-            "else torch on NVIDIA GPUs and onnxruntime on the CPU, with which it also builds.",
+            "else torch on NVIDIA GPUs and onnxruntime on the CPU, with which it also builds."
+            + "".join(f" {name} is {one.notice}." for name, one in backends().items() if one.notice),
             advanced=True,
         ),
         io.Combo.Input(

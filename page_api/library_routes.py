@@ -12,11 +12,12 @@ from comfy import model_management
 from server import PromptServer
 
 from ..architectures import presets
-from ..backends import backends, gpu_of
+from ..backends import AUTO, backends
 from ..backends.lookup import refusals
 from ..comfy_model.hash_cache import source_changed
 from ..engine_library import Manifest, Reason, inventory
 from ..engine_library.disk import Settings, free_bytes, read_settings, write_settings
+from ..engine_library.gpu import gpu_of
 from .http import PREFIX, Refused, answer, changes, read_json, reads
 from .library_folder import FOLDER_KEY, library
 from .node_states import engine_json
@@ -94,9 +95,9 @@ def _is_outdated(manifest: Manifest) -> bool:
     """Tell whether an earlier version of its backend, or of ours, has made an engine for this GPU, and none uses it."""
     identity, device = manifest.identity, model_management.get_torch_device()
     backend = backends().get(identity.backend)
-    if backend is None or backend.unavailable(device) is not None or identity.device != backend.target(device):
+    if backend is None or backend.cannot_run(device) is not None or identity.device != backend.target(device):
         return False
-    refusal = backend.refuses(manifest, device)
+    refusal = backend.cannot_use(manifest, device)
     older = identity.backend_version != backend.version()
     return older and refusal is not None and refusal.reason is Reason.STALE_ENGINE
 
@@ -143,4 +144,5 @@ def _write(data: dict) -> None:
 
 def _settings() -> dict:
     roots = library().roots
-    return {"folders": [str(root) for root in roots], **asdict(read_settings(roots[0]))}
+    offered = {"folders": [str(root) for root in roots], "backends": [AUTO, *backends()]}
+    return {**offered, **asdict(read_settings(roots[0]))}

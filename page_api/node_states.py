@@ -171,7 +171,7 @@ class NodeStates:
                 if not backends()[backend].runs_live_weights:
                     text = (f"It was not opened, so torch runs in its place: {why}; delete it in the panel, or "
                             f"build it again with the backend {backend}.")
-                answer |= {"state": Reason.BROKEN_ENGINE.state, "text": text}
+                answer |= {"state": "stale", "text": text}
             return answer, known, engines
         text = known.without_engine or fallback.sentence()
         answer |= {"state": fallback.reason.state, "text": text}
@@ -229,8 +229,9 @@ class NodeStates:
         if not same:
             parameters = parameters_of(wish, parameters, (known.source or {}).get("size", 0))
         took, live = seconds(
-            self._library, wish.backend or known.backend, known.device, known.kind, known.precision, parameters
-        )
+            self._library, wish.backend or known.backend, known.device, known.kind, known.architecture,
+            known.precision, parameters,
+        )  # fmt: skip
         return {"why": why, "seconds": took, "certain": certain, "live": live}
 
     def _look_up(self, known: NodeRecord) -> tuple[list[Engine], Fallback]:

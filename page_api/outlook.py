@@ -136,14 +136,14 @@ def _file_of(wish: NodeRequest) -> str | None:
 
 
 def seconds(
-    library: Library, backend: str, device: str, kind: str, precision: str, parameters: int
+    library: Library, backend: str, device: str, kind: str, family: str, precision: str, parameters: int
 ) -> tuple[float | None, bool]:
     """Return the seconds that an engine takes to build here, None when not known, and whether the torch backend
     serves without one, so that nothing has to be built at all."""
     try:
         usable = usable_backends(backend, torch.device(device))
         chosen = usable[0]
-        known = expected(library, kind, chosen.name, precision, chosen.target(torch.device(device)), parameters)
+        known = expected(library, kind, family, chosen.name, precision, chosen.target(torch.device(device)), parameters)
         return known, kind not in VAES and any(one.runs_live_weights for one in usable)
     except (Unavailable, RuntimeError):  # no such backend, or no such device any more
         return None, False

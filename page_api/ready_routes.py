@@ -139,7 +139,7 @@ def _facts() -> dict[str, Any]:
     """Return the devices, why each backend does not run here (None where it does), and the engines that are open."""
     device = model_management.get_torch_device()
     gpus = range(torch.cuda.device_count()) if device.type == "cuda" else ()
-    refusals = {name: backend.unavailable(device) for name, backend in backends().items()}
+    refusals = {name: backend.cannot_run(device) for name, backend in backends().items()}
     return {
         "devices": [torch.cuda.get_device_name(gpu) for gpu in gpus] or [device.type],
         "backends": {name: None if why is None else why.sentence() for name, why in refusals.items()},

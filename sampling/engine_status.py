@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from ..architectures import symbols_of
 from ..architectures.calls import EVERY_SIZE, RequestedCalls, UncoveredCall, file_sizes, words_of
 from ..architectures.shapes import outside
-from ..backends import BuildSizes
+from ..backends import BuildSizes, backends
 from ..backends.lookup import takes_any_weights
 from ..comfy_model.attention import remark
 from ..engine_library import Engine
@@ -77,9 +77,11 @@ def status(handle: EngineHandle) -> str:
     text = session.status(handle.choice.profile)
     if session.engines and session.refusal is None:
         text += _not_compiled(handle)
+        name = session.engines[0].manifest.identity.backend
+        if notice := backends()[name].notice:
+            text += f". {name} is {notice}"
         wants_any = handle.choice.replaceable and not session.follows_patches
         if wants_any and not takes_any_weights(handle.choice, network.device):
-            name = session.engines[0].manifest.identity.backend
             text += f". {name} has no engines for any checkpoint and LoRA: this one is for this model only"
     its = remark(network.parts[0].module, network.patcher, network.prefix)
     return ". ".join(filter(None, (text, its, handle.note)))

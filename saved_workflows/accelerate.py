@@ -35,7 +35,7 @@ SERVING = (*PASSES_ON, UNET_ENGINE)
 """Our nodes that bring engines, behind which none is missing. TRT Stream only takes what it gets."""
 SIZES = {ACCELERATE: (330.0, 400.0), CONTROLNET_ENGINE: (330.0, 300.0)}
 _KINDS = {"model": "MODEL", "vae": "VAE"}
-_CHANGES_WEIGHTS = re.compile("lora|modelmerge|^ZImageFunControlnet$|^AnimaLLLiteApply$", re.IGNORECASE)
+_CHANGES_WEIGHTS = re.compile("lora|modelmerge", re.IGNORECASE)
 _NO_VAE_ENGINE = re.compile(
     r"(?<![a-z])wan|qwen|hunyuan|ltx|cosmos|mochi|cogvideo|taehv|taew|audio|ace_step", re.IGNORECASE)
 """Names of VAEs of videos and sounds, which no engine serves."""
@@ -153,7 +153,8 @@ def _model_places(workflow: Workflow, source: Port, seen: set[Port]) -> Iterator
 
 def _changes_weights(graph: Graph, node: Node) -> bool:
     """Tell whether a node gives a MODEL other weights, as LoRAs do, or a patch with weights that engines compute."""
-    changes = bool(_CHANGES_WEIGHTS.search(node["type"])) and not is_ours(node)
+    patch = any(kind_of(socket) == "MODEL_PATCH" for socket in node.get("inputs") or ())
+    changes = (patch or bool(_CHANGES_WEIGHTS.search(node["type"]))) and not is_ours(node)
     return changes and "MODEL" in graph.made(node).values()
 
 

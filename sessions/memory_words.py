@@ -6,7 +6,7 @@ import errno
 
 _PHRASES = (
     "out of memory", "outofmemory", "no room for the engine", "can't allocate memory", "cannot allocate memory",
-    "failed to allocate memory", "bad_alloc", "bad allocation",
+    "failed to allocate memory", "bad_alloc", "bad allocation", "alloc_failed",
 )  # fmt: skip
 
 

@@ -215,11 +215,6 @@ def open_sessions() -> list[Session]:
 _refused: dict[str, tuple[object, str]] = {}
 
 
-BROKEN = (Reason.BROKEN_ENGINE, Reason.WRONG_GPU)
-"""Reasons to leave an engine alone until it is built again. One that failed is not: it may have lacked memory, as live
-weights then would too."""
-
-
 def refuse(engine: Engine, why: str) -> None:
     """Remember that an engine could not be opened, or run, in this process; one that is built again is tried again."""
     _refused[str(engine.folder)] = (engine.manifest, why)

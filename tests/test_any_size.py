@@ -14,8 +14,8 @@ import torch
 from fake_recorder import Recorder
 from hybrid_trt.architectures import architecture_of
 from hybrid_trt.architectures.calls import RequestedCalls, UncoveredCall, calls_to_compile
-from hybrid_trt.architectures.image_latent import ANY
 from hybrid_trt.architectures.shapes import Picture, Profile, Range, RequestedSizes, Symbol, sample_inputs
+from hybrid_trt.architectures.sizes import ANY
 from hybrid_trt.backends import BuildSizes, backends
 from hybrid_trt.backends.torch_inductor.compiled import file_name
 from hybrid_trt.backends.torch_inductor.session import LiveSession

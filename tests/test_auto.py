@@ -65,7 +65,7 @@ def a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lookup, "kind_of", lambda _device: "cuda")
     monkeypatch.setattr(type(TORCH), "cannot_build", lambda *_: None)
     for backend in ("tensorrt", "tensorrt_rtx"):
-        monkeypatch.setattr(backends()[backend], "unavailable", lambda _device: None)
+        monkeypatch.setattr(backends()[backend], "cannot_run", lambda _device: None)
 
 
 @pytest.fixture
@@ -340,7 +340,7 @@ def test_live_weights_serve_in_the_place_of_an_engine_that_does_not_open(
     states = NodeStates(Library([tmp_path]), BuildQueue())
     states.learn("key", handle)
     told = states.state("key", NodeRequest(net.role.value, net.label, False, AUTO))
-    assert told["state"] == "broken"
+    assert told["state"] == "stale"
     assert told["text"].endswith("delete it in the panel, or build it again with the backend onnxruntime.")
 
 
@@ -443,7 +443,7 @@ def test_auto_builds_meanwhile_where_the_gpu_has_room_for_it_beside_the_model(
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _device: (0, int(total)))
     monkeypatch.setattr(TORCH, "cannot_build", lambda _device: None)
     for backend in (TORCH, ORT):
-        monkeypatch.setattr(backend, "unavailable", lambda _device: None)
+        monkeypatch.setattr(backend, "cannot_run", lambda _device: None)
     where = torch.device("cuda", 0)
     assert lookup.builds_by_itself("torch", where, family, int(parameters)) is expected
     assert not lookup.builds_by_itself("onnxruntime", where, family, int(parameters)), "that takes minutes"

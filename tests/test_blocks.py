@@ -19,7 +19,7 @@ from hybrid_trt.architectures.blocks import in_blocks, put_together, take_apart,
 from hybrid_trt.architectures.calls import RequestedCalls, calls_to_compile, example_of, file_sizes, serves_every_size
 from hybrid_trt.architectures.shapes import Picture, Profile, Range, RequestedSizes, sample_inputs
 from hybrid_trt.backends import backends
-from hybrid_trt.backends.torch_inductor import compile_blocks, compile_kinds, opened_files
+from hybrid_trt.backends.torch_inductor import compile_blocks, compile_kinds, opened_files, wiring
 from hybrid_trt.backends.torch_inductor.compiled import file_name, sizes_of
 from hybrid_trt.backends.torch_inductor.kinds import InBlocks, Kinds
 from hybrid_trt.backends.torch_inductor.session import LiveSession
@@ -30,6 +30,7 @@ from hybrid_trt.engine_builder.order import BuildOrder
 from hybrid_trt.engine_library import BuildError, Engine, Library, trust
 from hybrid_trt.engine_library.engine import relative_error
 from hybrid_trt.page_api import picture_fit
+from hybrid_trt.sessions import session as session_module
 from tiny_transformers import let_comfyui_load_zimage
 from zimage import network as zimage_network
 
@@ -161,6 +162,38 @@ def test_one_build_serves_every_size_and_compiles_each_kind_of_block_once(
 
 
 @COMPILES
+def test_the_first_call_of_a_machine_shows_whether_each_block_has_its_own_weights(
+    qwen: NativeNetwork, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(trust.FOLDER_VARIABLE, str(tmp_path / "keys"))
+    engine, plainly = engine_for(qwen, tmp_path), []
+    assert wiring.FIGURE not in trust.figures(engine)
+
+    def called(own: Any) -> tuple[torch.Tensor, LiveSession]:
+        session = LiveSession(qwen, TORCH, "float32")
+        weights, forward = session.live._weights_of_blocks, session.live.function.forward
+        monkeypatch.setattr(session.live, "_weights_of_blocks", lambda: own(weights()))
+        monkeypatch.setattr(session.live.function, "forward", lambda *given: plainly.append(1) or forward(*given))
+        session.use([engine])
+        with torch.inference_mode():
+            result = session.run(sample_inputs(session.live.inputs, CALL, seed=1))["out"]
+        return result, session
+
+    swapped, broken = called(lambda weights: weights[::-1])
+    assert "blocks together differ from the normal model" in broken.refusal
+    assert wiring.FIGURE not in trust.figures(engine)
+    session_module._refused.clear()  # as in another process
+    right, whole = called(list)
+    assert torch.equal(swapped, whole.live.function(*sample_inputs(whole.live.inputs, CALL, seed=1).values())[0])
+    assert relative_error(right, swapped) <= LIMIT
+    assert (whole.refusal, in_use(whole).judge) == (None, None)
+    assert trust.figures(engine)[wiring.FIGURE] <= LIMIT
+    plainly.clear()
+    assert relative_error(called(list)[0], swapped) <= LIMIT
+    assert len(plainly) == 1, "it is not compared again"
+
+
+@COMPILES
 def test_the_page_misses_no_engine_for_another_picture_and_a_rebuild_is_one_file(
     qwen: NativeNetwork, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -231,6 +264,23 @@ def test_a_build_that_a_prompt_left_no_room_has_the_gpu_to_itself(
     assert did[0] == "built"
     assert "out of memory" in did[1]
     assert did[2:] == ["asked", "built"]
+
+
+def test_a_build_that_fails_for_another_reason_is_not_done_twice(
+    qwen: NativeNetwork, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _device: (int(8e9), int(80e9)))
+    did: list[str] = []
+
+    def run(*_: object) -> dict:
+        did.append("built")
+        raise BuildError("Inductor could not compile the network")
+
+    order = replace(order_for(qwen), device=torch.device("cuda", 0))
+    again = resources.with_room(run, order, lambda *_: did.append("asked"))
+    with pytest.raises(BuildError, match="could not compile"):
+        again({"step": "compile"}, lambda *_: None, did.append, {})
+    assert did == ["built"]
 
 
 class Summed(torch.nn.Module):

@@ -38,7 +38,7 @@ def task(tmp_path: Path) -> Iterator[dict]:
         yield {
             "step": "build", "folder": str(folder), "precision": "float32", "inputs": [], "outputs": [],
             "profile": PROFILE.to_json(), "onnx": "model.onnx", "target": "any", "backend": "slow",
-            "backend_folders": list(backends.__path__), "any_weights": False, "level": 0,
+            "backend_folders": list(backends.__path__), "any_weights": False, "options": {},
         }
 
 

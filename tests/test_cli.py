@@ -21,7 +21,6 @@ import pytest
 from builds import ROOT, children, contents, gone
 from drawn_workflows import drawn
 from fake_engine import publish
-from hybrid_trt.backends import backends
 from hybrid_trt.comfy_model import hash_cache
 from hybrid_trt.engine_builder.command_line import main as cli_module
 from hybrid_trt.engine_library.atomic_files import sweep
@@ -267,8 +266,7 @@ def test_help_needs_no_package(command: tuple[str, ...]) -> None:
     assert helped.returncode == 0, helped.stderr
     assert "usage: python -m engine_builder" in helped.stdout
     if command == ("build",):
-        words = re.split(r"[\s,]+", helped.stdout)
-        assert set(backends()) <= set(words)
+        assert "'doctor' lists them" in " ".join(helped.stdout.split())
 
 
 def test_a_graph_that_fails_without_a_word_is_told_by_the_kind_of_its_error() -> None:

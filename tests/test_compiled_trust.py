@@ -99,8 +99,8 @@ def test_an_engine_whose_secret_is_lost_is_told_on_the_node_and_built_anew(tmp_p
 def test_an_engine_of_another_gpu_or_torch_is_refused() -> None:
     identity = EngineIdentity("sd15_unet", "layout:x", "float32", PROFILE, "torch", TORCH.version(), "cpu")
     manifest = Manifest(identity, "unet", "", (), (), {})
-    assert TORCH.refuses(manifest, CPU) is None
+    assert TORCH.cannot_use(manifest, CPU) is None
     other = Manifest(EngineIdentity(**{**identity.__dict__, "device": "NVIDIA H200, 9.0"}), "unet", "", (), (), {})
-    assert TORCH.refuses(other, CPU).reason is Reason.WRONG_GPU
+    assert TORCH.cannot_use(other, CPU).reason is Reason.WRONG_GPU
     old = Manifest(EngineIdentity(**{**identity.__dict__, "backend_version": "2.0"}), "unet", "", (), (), {})
-    assert TORCH.refuses(old, CPU).reason is Reason.STALE_ENGINE
+    assert TORCH.cannot_use(old, CPU).reason is Reason.STALE_ENGINE

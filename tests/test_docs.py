@@ -13,6 +13,10 @@ import onnx
 import pack
 import pytest
 import torch
+from hybrid_trt import backends
+from hybrid_trt.engine_builder.command_line import main
+from hybrid_trt.engine_builder.doctor import facts
+from hybrid_trt.nodes import schemas
 from PIL import Image
 
 ROOT: Path = pack.ROOT
@@ -117,14 +121,29 @@ def test_tables_of_speeds_are_those_that_their_tool_makes(page: str) -> None:
     assert table.times(data) == read("docs/images/times.svg")
 
 
+def test_the_documented_backend_is_one_file_that_node_command_line_and_doctor_find(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (code,) = re.findall(r"```python\n(.+?)```", read("docs/add_a_backend.md"), re.S)
+    (tmp_path / "reference.py").write_text(code, encoding="utf-8")
+    monkeypatch.setattr(backends, "__path__", [*backends.__path__, str(tmp_path)])
+    try:
+        (widget,) = (one for one in schemas._settings() if one.id == "backend")
+        assert widget.options == ["auto", *backends.backends()]
+        assert widget.options[-1] == main._backend_name("reference") == "reference"
+        assert facts._backend(backends.backends()["reference"], torch.device("cpu")).startswith("serves, version ")
+    finally:
+        del sys.modules["hybrid_trt.backends.reference"], backends.reference
+
+
 def test_the_documented_backend_runs_a_graph(tmp_path: Path) -> None:
     (code,) = re.findall(r"```python\n(.+?)```", read("docs/add_a_backend.md"), re.S)
     module = types.ModuleType("hybrid_trt.backends.reference")
     module.__package__ = "hybrid_trt.backends"
     exec(compile(code, "reference.py", "exec", dont_inherit=True), module.__dict__)  # noqa: S102
     (backend,) = module.BACKENDS
-    assert backend.unavailable(torch.device("cpu")) is None
-    assert backend.unavailable(torch.device("cuda")) is not None
+    assert backend.cannot_run(torch.device("cpu")) is None
+    assert backend.cannot_run(torch.device("cuda")) is not None
     value = onnx.helper.make_tensor_value_info
     graph = onnx.helper.make_graph([onnx.helper.make_node("Add", ["x", "y"], ["z"])], "sum",
                                    [value(name, 1, [2]) for name in "xy"], [value("z", 1, [2])])
@@ -137,5 +156,5 @@ def test_the_documented_backend_runs_a_graph(tmp_path: Path) -> None:
     runner, out = backend.load(engine, torch.device("cpu")), torch.zeros(2)
     runner.run({"x": torch.ones(2), "y": torch.tensor([1.0, 2.0])}, {"z": out})
     assert out.tolist() == [2.0, 3.0]
-    required = {name for name in vars(sys.modules["hybrid_trt.backends"].Backend) if not name.startswith("_")}
+    required = {name for name in vars(backends.Backend) if not name.startswith("_")}
     assert all(hasattr(backend, name) for name in required)

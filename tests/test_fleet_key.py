@@ -18,7 +18,7 @@ from builds import main_file
 from fake_engine import publish_engine
 from fleet_worker import work
 from hybrid_trt.backends import backends
-from hybrid_trt.backends.torch_inductor.cpu import cpu_kind
+from hybrid_trt.backends.torch_inductor.compiled import cpu_kind
 from hybrid_trt.comfy_model.hash_cache import source_changed
 from hybrid_trt.engine_builder.command_line import main as cli
 from hybrid_trt.engine_library import Engine, Library, Reason, fleet_key, trust
@@ -47,7 +47,6 @@ def on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
             monkeypatch.setenv(fleet_key.VARIABLE, str(fleet))
 
     fleet_key._warn.cache_clear()
-    trust._driver.cache_clear()
     return become
 
 
@@ -260,9 +259,9 @@ def test_the_models_file_of_another_worker_tells_nothing_about_this_ones(
 def test_a_file_that_was_compiled_for_another_cpu_is_not_opened(tmp_path: Path) -> None:
     backend, cpu = backends()["torch"], torch.device("cpu")
     manifest = publish_engine(tmp_path, backend="torch", backend_version=backend.version(), device="cpu").manifest
-    assert backend.refuses(manifest, cpu) is None, "earlier ones do not tell"
-    assert backend.refuses(replace(manifest, parity={"cpu": cpu_kind()}), cpu) is None
-    refused = backend.refuses(replace(manifest, parity={"cpu": "another"}), cpu)
+    assert backend.cannot_use(manifest, cpu) is None, "earlier ones do not tell"
+    assert backend.cannot_use(replace(manifest, parity={"cpu": cpu_kind()}), cpu) is None
+    refused = backend.cannot_use(replace(manifest, parity={"cpu": "another"}), cpu)
     assert "a CPU with other instructions" in refused.detail
 
 

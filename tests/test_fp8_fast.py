@@ -20,7 +20,7 @@ from hybrid_trt.architectures.shapes import RequestedSizes, sample_inputs
 from hybrid_trt.backends import backends
 from hybrid_trt.backends.torch_inductor import compile_kinds
 from hybrid_trt.backends.torch_inductor.compiled import lifted, traced
-from hybrid_trt.backends.torch_inductor.quantised_graph import is_write
+from hybrid_trt.backends.torch_inductor.graph_passes import is_write
 from hybrid_trt.backends.torch_inductor.session import LiveSession
 from hybrid_trt.comfy_model.live_weights import LiveWeights
 from hybrid_trt.comfy_model.network import NativeNetwork

@@ -87,11 +87,11 @@ def test_without_onnx_runtime_the_backend_says_what_to_install(monkeypatch: pyte
 
     cpu = torch.device("cpu")
     backend = backends()["onnxruntime"]
-    assert backend.unavailable(cpu) is None
+    assert backend.cannot_run(cpu) is None
     monkeypatch.setattr(onnxruntime, "OLDEST", (99, 0))
-    assert "is too old, 99.0 or newer is needed" in backend.unavailable(cpu).detail
+    assert "is too old, 99.0 or newer is needed" in backend.cannot_run(cpu).detail
     monkeypatch.setattr(onnxruntime, "find_spec", lambda name: None)
-    assert "python install.py in the pack's folder, or pip install onnxruntime" in backend.unavailable(cpu).sentence()
+    assert "python install.py in the pack's folder, or pip install onnxruntime" in backend.cannot_run(cpu).sentence()
     with pytest.raises(Unavailable, match="onnxruntime is not installed"):  # the check of a graph against native, too
         onnxruntime.OnnxRuntimeRunner(Path("model.onnx"), cpu, 0)
 

@@ -128,7 +128,7 @@ def test_a_build_proves_on_its_gpu_that_the_engine_takes_other_weights(
 ) -> None:
     monkeypatch.setenv(trust.FOLDER_VARIABLE, str(tmp_path / "keys"))
     monkeypatch.setattr(builder, "gpu_of", lambda device: "a GPU")
-    monkeypatch.setattr(type(ORT), "unavailable", lambda *_: None)
+    monkeypatch.setattr(type(ORT), "cannot_run", lambda *_: None)
     monkeypatch.setattr("hybrid_trt.backends.onnxruntime.RefittableRunner", runner)
     tasks = []
 

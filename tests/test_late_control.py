@@ -14,7 +14,7 @@ from control_stacks import CHOICE, step_of_comfyui
 from fake_recorder import Recorder
 from hybrid_trt.architectures.calls import AsyncInputs, EngineCall
 from hybrid_trt.architectures.shapes import TensorSpec
-from hybrid_trt.backends.torch_inductor import compiled, late_inputs, opened_files
+from hybrid_trt.backends.torch_inductor import compiled, graph_passes, opened_files
 from hybrid_trt.backends.torch_inductor.session import LiveSession
 from hybrid_trt.engine_builder.worker_tasks import _spec_json
 from hybrid_trt.engine_library import Library
@@ -72,7 +72,7 @@ class CountedWaitPoint(WaitPoint):
 def traced(function: Callable, late: list[int]) -> torch.fx.GraphModule:
     graph = make_fx(function)(*inputs())
     placeholders = graph.graph.find_nodes(op="placeholder")
-    late_inputs.wait_where_needed(graph, [placeholders[i] for i in late])
+    graph_passes.wait_where_needed(graph, [placeholders[i] for i in late])
     return graph
 
 
@@ -101,7 +101,7 @@ def test_a_compiled_file_reads_late_inputs_where_they_are_and_leaves_them_as_the
 ) -> None:
     made, run = built
     given = inputs(5)
-    monkeypatch.setattr(late_inputs, "wait_at_point", lambda: given[1].copy_(torch.ones(4, 8)))
+    monkeypatch.setattr(graph_passes, "wait_at_point", lambda: given[1].copy_(torch.ones(4, 8)))
     before = [tensor.clone() for tensor in given]
     (result,) = run(*given)
     assert torch.equal(given[1], torch.ones(4, 8)), "what comes while it runs"

@@ -11,8 +11,8 @@ from pathlib import Path
 import pack
 import pytest
 from builds import main_file
-from hybrid_trt.architectures.image_latent import ANY
 from hybrid_trt.architectures.shapes import Dim, Profile, Range, ShapeMismatch, TensorSpec, bind, outside
+from hybrid_trt.architectures.sizes import ANY
 from hybrid_trt.engine_library import (
     Engine,
     EngineIdentity,

@@ -16,8 +16,8 @@ import torch
 from compiling import COMPILES
 from fake_recorder import Recorder
 from hybrid_trt.architectures.calls import RequestedCalls
-from hybrid_trt.architectures.image_latent import ANY
 from hybrid_trt.architectures.shapes import Profile, Range
+from hybrid_trt.architectures.sizes import ANY
 from hybrid_trt.backends import AUTO
 from hybrid_trt.backends.lookup import usable_backends
 from hybrid_trt.backends.torch_inductor import compile_step

@@ -14,7 +14,7 @@ from child_memory import Measured
 from fake_engine import publish_engine
 from hybrid_trt.architectures.shapes import Profile, Range
 from hybrid_trt.backends import backends
-from hybrid_trt.backends.tensorrt import version8
+from hybrid_trt.backends.tensorrt.version8.backend import BACKEND as VERSION8
 from hybrid_trt.engine_builder import resources
 from hybrid_trt.engine_builder.build import build_engine
 from hybrid_trt.engine_builder.check import check_engine
@@ -141,5 +141,5 @@ def test_the_estimate_covers_what_builds_of_tensorrt_8_were_seen_to_take() -> No
     sizes = {"sd15_controlnet": 722_558_240, "sd15_unet": 1_719_041_928, "sdxl_unet": 5_134_927_368}
     for case, peak in seen:
         (weights,) = (size for name, size in sizes.items() if case.startswith(name))
-        asked = resources.FIXED + version8.build_memory(weights)
+        asked = resources.FIXED + VERSION8.build_memory(weights)
         assert peak * 1e9 - weights <= asked <= 1.2 * peak * 1e9, case

@@ -19,6 +19,7 @@ import torch
 from comfy_process import ComfyProcess
 from gpu_server import gpu_server
 from hybrid_trt.backends import backends
+from hybrid_trt.backends.tensorrt.version8.backend import OneSizeBackend
 from scenarios import Scenario, control_effect, latent_of, native_latent, prompt, relative_difference
 
 pytestmark = [pytest.mark.gpu, pytest.mark.tensorrt]
@@ -38,7 +39,7 @@ def backend(request: pytest.FixtureRequest) -> Any:
     chosen = backends()[request.param]
     if not torch.cuda.is_available():
         pytest.skip("there is no NVIDIA GPU")
-    if (refusal := chosen.unavailable(torch.device("cuda", 0))) is not None:
+    if (refusal := chosen.cannot_run(torch.device("cuda", 0))) is not None:
         pytest.skip(str(refusal))
     return chosen
 
@@ -68,7 +69,7 @@ def test_two_hundred_prompts_of_switching_sizes_give_natives_pictures(server: Co
         history = server.queue(prompt(scenarios[which], True, "engine"))
         errors.append(relative_difference(latent_of(history), natives[which]))
         rows = history.output("report", "report")[0]["rows"]
-        fits = which == 0 or not getattr(backend, "one_size", False)
+        fits = which == 0 or not isinstance(backend, OneSizeBackend)
         assert len(rows) == 3
         assert all((row["engine"] > 0, row["native"] > 0) == (fits, not fits) for row in rows), (number, rows)
         assert errors[-1] <= LIMIT, (number, scenarios[which])

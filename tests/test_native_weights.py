@@ -16,9 +16,10 @@ import torch
 from comfy import model_management
 from comfy.controlnet import ControlLora
 from comfy.model_patcher import ModelPatcher
-from hybrid_trt.backends import backends, gpu_of
+from hybrid_trt.backends import backends
 from hybrid_trt.backends.torch_inductor.session import LiveSession
 from hybrid_trt.engine_library import Library, trust
+from hybrid_trt.engine_library.gpu import gpu_of
 from hybrid_trt.sampling.engine_patcher import EnginePatcher
 from hybrid_trt.sampling.native_weights import OffloadedPatcher
 from hybrid_trt.sessions.file_session import FileSession
@@ -285,7 +286,7 @@ def test_native_weights_take_no_gpu_memory_until_a_call_needs_them(
     gpu = torch.device("cuda", 0)
     runtime = type(backends()["onnxruntime"])
     load_here = runtime.load
-    monkeypatch.setattr(runtime, "unavailable", lambda _self, _device: None)
+    monkeypatch.setattr(runtime, "cannot_run", lambda _self, _device: None)
     monkeypatch.setattr(runtime, "load", lambda self, engine, device: CarriedRunner(
         load_here(self, engine, CPU), device))
     for engine in library.engines():  # as if it had been compared there

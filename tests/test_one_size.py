@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,11 +17,13 @@ from fake_engine import publish_engine
 from hybrid_trt.architectures.shapes import Picture, Profile, Range
 from hybrid_trt.backends import AUTO, backends, lookup
 from hybrid_trt.backends.tensorrt import version8
+from hybrid_trt.backends.tensorrt.version8.backend import BACKEND as VERSION8
+from hybrid_trt.backends.tensorrt.version8.runner import Version8Engine
 from hybrid_trt.comfy_model.network import NativeNetwork
 from hybrid_trt.engine_builder import build as builder
 from hybrid_trt.engine_builder import resources
 from hybrid_trt.engine_builder.jobs import BuildQueue
-from hybrid_trt.engine_library import EngineQuery, Reason, Unavailable
+from hybrid_trt.engine_library import EngineQuery, Reason
 from hybrid_trt.engine_library.library import _rank
 from hybrid_trt.nodes import building
 from hybrid_trt.nodes.sampler_patch import TRTSamplerPatch
@@ -45,32 +48,33 @@ def net(request: pytest.FixtureRequest) -> NativeNetwork:
     return network(request.param, "unlike_levels")
 
 
-@pytest.mark.parametrize(("version", "one"), [("8.6.0", True), ("10.13.3.9", False), ("11.0.0", False)])
-def test_tensorrt_8_alone_builds_for_one_size(version: str, one: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(type(FULL), "version", lambda _self: version)
-    assert FULL.one_size is one
+def test_tensorrt_8_alone_builds_for_one_size() -> None:
+    assert VERSION8.engine_profile(PROFILE) == only(PROFILE.sizes("opt"))
+    assert FULL.engine_profile(PROFILE) == PROFILE
 
 
-def test_its_builds_want_the_main_memory_that_they_were_measured_to_take(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("version", "ours"), [("8.6.0", True), ("10.13.3.9", False), ("11.0.0", False), (None, False)])
+def test_the_package_that_is_installed_says_which_version_serves(
+    version: str | None, ours: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if version is not None:
+        described = tmp_path / f"tensorrt-{version}.dist-info"
+        described.mkdir()
+        (described / "METADATA").write_text(f"Metadata-Version: 2.1\nName: tensorrt\nVersion: {version}\n")
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    assert version8.is_installed() is ours
+
+
+def test_its_builds_want_the_main_memory_that_they_were_measured_to_take() -> None:
     figures = json.loads(MEASURED.read_text())
     peaks = [(row["case"], row["tensorrt_peak_host_gb"]) for row in figures["builds"] if "tensorrt_peak_host_gb" in row]
     peaks += [("controlnet", row["peak_host_gb"]) for row in figures["of_several_sizes"] if "peak_host_gb" in row]
     assert len(peaks) == 4
     for case, peak in peaks:
         weights = 722_600_000 if "controlnet" in case else 1_719_000_000  # mapped, and part of what was measured
-        for version, enough in (("8.6.0", True), ("10.13.3.9", False)):
-            monkeypatch.setattr(type(FULL), "version", lambda _self, version=version: version)
-            needed = resources.needed_bytes(FULL, weights)
-            assert (needed >= peak * 1e9 - weights) is enough, (case, version)
-
-
-def test_without_the_package_nothing_is_said_of_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
-    def missing(_self: object) -> str:
-        raise Unavailable(Reason.BACKEND_MISSING, "it is not installed")
-
-    monkeypatch.setattr(type(FULL), "version", missing)
-    assert FULL.one_size is False
-    assert not any(getattr(backend, "one_size", False) for name, backend in backends().items() if name != "onnxruntime")
+        for backend, enough in ((VERSION8, True), (FULL, False)):
+            needed = resources.needed_bytes(backend, weights)
+            assert (needed >= peak * 1e9 - weights) is enough, (case, backend)
 
 
 @pytest.mark.parametrize(("pictures", "sizes"), slow.cases(
@@ -106,6 +110,16 @@ def test_a_node_with_such_an_engine_is_ready_and_asks_for_no_larger_one(tmp_path
     assert state["engine"]["covers"]
     assert state["engine"]["profile"] == "batch 2, 96 x 128 px, 77 tokens"
     assert state["misfit"] is state["uncompiled"] is None
+
+
+def test_a_backend_that_was_never_tried_says_so_on_the_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    handle = handle_of(network("unet", "unlike_levels"), tmp_path)
+    build(handle)
+    handle.refresh()
+    assert "experimental" not in status(handle)
+    monkeypatch.setattr(type(ORT), "notice", FULL.notice)
+    assert "onnxruntime is experimental: never run on a GPU by us" in status(handle)
+    assert not VERSION8.notice
 
 
 def test_another_picture_wants_an_engine_of_its_own_beside_the_first(tmp_path: Path) -> None:
@@ -260,7 +274,7 @@ def test_version_8_takes_weights_where_they_are() -> None:
     given: list[Any] = []
     trt = SimpleNamespace(Weights=given.append)
     tensor = torch.arange(6, dtype=torch.float16).reshape(2, 3)
-    version8.weights(trt, tensor)
+    Version8Engine._as_weights(SimpleNamespace(_trt=trt), tensor)
     assert isinstance(given[0], numpy.ndarray)
     assert given[0].ctypes.data == tensor.data_ptr()
     assert given[0].dtype == numpy.float16

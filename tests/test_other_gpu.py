@@ -11,7 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from hybrid_trt.backends.torch_inductor import other_gpu
+from hybrid_trt.backends.torch_inductor import opened_files
 from torch._inductor.async_compile import CompiledTritonKernels
 from torch._inductor.runtime.hints import DeviceProperties
 from torch._inductor.triton_bundler import StaticallyLaunchedAutotuner, TritonBundle, TritonKernelArtifacts
@@ -47,7 +47,7 @@ def written() -> bytes:
 
 
 def read(gpu: int) -> tuple[Any, Any]:
-    entry = other_gpu.read_for(written(), gpu)
+    entry = opened_files._read_for(written(), gpu)
     return entry, entry.compiled_fw.result
 
 
@@ -75,7 +75,7 @@ def test_kernels_and_devices_are_those_of_the_gpu_that_a_file_is_read_for() -> N
 
 def test_a_file_of_the_same_gpu_is_read_as_it_is() -> None:
     entry = pickle.loads(written())[0]
-    assert not other_gpu.is_of_another(entry, 0)
-    assert other_gpu.is_of_another(entry, 1)
+    assert not opened_files._is_of_another(entry, 0)
+    assert opened_files._is_of_another(entry, 1)
     entry.compiled_fw.result.source_code = "def call(args):\n    return args"
-    assert not other_gpu.is_of_another(entry, 1), "a program of the CPU names no GPU"
+    assert not opened_files._is_of_another(entry, 1), "a program of the CPU names no GPU"

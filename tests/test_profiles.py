@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import secrets
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,9 +11,9 @@ import pack
 import pytest
 from fake_engine import publish_engine
 from hybrid_trt.architectures import architectures
-from hybrid_trt.architectures.image_latent import ANY
 from hybrid_trt.architectures.shapes import MOST, SIZE_NAMES
-from hybrid_trt.engine_builder.expected_time import MEASURED, expected
+from hybrid_trt.architectures.sizes import ANY
+from hybrid_trt.engine_builder.expected_time import BLOCKS, MEASURED, expected
 from hybrid_trt.engine_library import Library, trust
 from profiles import profile_of
 
@@ -68,9 +69,26 @@ def test_numbers_that_no_node_takes_are_refused_by_their_name(name: str, beyond:
 def test_a_first_build_is_told_the_time_that_we_measured(kind: str, backend: str, tmp_path: Path) -> None:
     library = Library([tmp_path])
     for parameters, took in MEASURED[kind, backend]:
-        assert expected(library, kind, backend, "float16", "any", int(parameters)) == round(took)
-    assert expected(library, kind, backend, "float16", "any", 3_000_000) is None, "a tiny network"
-    assert expected(library, kind, "another", "float16", "any", int(8e8)) is None, "never measured"
+        assert expected(library, kind, "", backend, "float16", "any", int(parameters)) == round(took)
+    assert expected(library, kind, "", backend, "float16", "any", 3_000_000) is None, "a tiny network"
+    assert expected(library, kind, "", "another", "float16", "any", int(8e8)) is None, "never measured"
+
+
+def test_a_network_in_blocks_is_told_the_time_of_its_family_whatever_its_size(tmp_path: Path) -> None:
+    library = Library([tmp_path])
+    rows = json.loads((ROOT / "benchmarks" / "results" / "first_minutes_h200.json").read_text())["rows"]
+    assert round(BLOCKS) in {round(row["ready_s"]) for row in rows if "ready_s" in row}
+    for parameters in (6e9, 12e9):
+        assert expected(library, "unet", "zimage", "torch", "bfloat16", "any", int(parameters)) == BLOCKS
+    assert expected(library, "unet", "zimage", "torch", "bfloat16", "any", 3_000_000) is None, "a tiny network"
+    like = publish_engine(tmp_path / "another").manifest
+    identity = replace(like.identity, architecture="zimage", backend="torch", precision="bfloat16")
+    for seconds, family in ((19.0, "zimage"), (2.0, "zimage"), (90.0, "flux1")):
+        manifest = replace(like, identity=replace(identity, architecture=family, weights=secrets.token_hex(32)),
+                           parameters=int(6e9), seconds={"compile": seconds})  # fmt: skip
+        library.publish(library.building_folder(), manifest, record=trust.BUILT_HERE)
+    told = expected(library, "unet", "zimage", "torch", "bfloat16", identity.device, int(6e9))
+    assert told == 19.0, "the second one found compiled blocks"
 
 
 def test_how_long_another_machine_built_says_nothing_about_this_one(tmp_path: Path) -> None:
@@ -78,7 +96,7 @@ def test_how_long_another_machine_built_says_nothing_about_this_one(tmp_path: Pa
     manifest = replace(like, parameters=10**6, seconds={"build": 300.0})
     for record, seconds in ((trust.Record(trust.REFUSED), None), (trust.BUILT_HERE, 300.0)):
         library.publish(library.building_folder(), manifest, record=record)
-        assert expected(library, "unet", "onnxruntime", "float16", "any", 10**6) == seconds, record
+        assert expected(library, "unet", "", "onnxruntime", "float16", "any", 10**6) == seconds, record
 
 
 def test_the_times_are_those_of_the_result_files() -> None:

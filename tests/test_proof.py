@@ -30,8 +30,11 @@ HERE, ELSEWHERE = "sm_89 NVIDIA RTX of a test", "sm_120 NVIDIA RTX of another te
 class OnGpu(OnnxRuntimeBackend):
     """ONNX Runtime, said to run on the GPU."""
 
-    def unavailable(self, device: torch.device) -> None:
+    def cannot_run(self, device: torch.device) -> None:
         return None
+
+    def options(self, settings: Settings) -> dict[str, Any]:
+        return {"level": settings.tensorrt_level}
 
 
 @pytest.fixture(autouse=True)
@@ -73,7 +76,7 @@ def test_a_build_runs_its_engine_on_the_gpu_at_least_best_and_largest_size_and_k
 ) -> None:
     write_settings(tmp_path, Settings(tensorrt_level=3))
     engine, tasks = build(tmp_path)
-    assert tasks[0]["then"]["level"] == 3
+    assert tasks[0]["then"]["options"] == {"level": 3}
     assert [task["step"] for task in tasks] == ["export", "check"]
     task = tasks[-1]
     assert task["device"] == "cuda"

@@ -18,6 +18,7 @@ from comfy_process import ComfyProcess
 from drawn_workflows import drawn, wires
 from fake_engine import publish
 from hybrid_trt.architectures.shapes import SIZE_NAMES, RequestedSizes
+from hybrid_trt.backends import AUTO, backends
 from hybrid_trt.engine_library import Library, LibraryError
 from json_places import with_true_key
 from our_routes import OURS, ask, post
@@ -332,11 +333,12 @@ def test_the_limit_is_kept_and_refuses_what_does_not_fit(
     comfy: ComfyProcess, engine: Path, settings_file: Path
 ) -> None:
     folder = str(engine.parent)
-    plain = {"folders": [folder], "limit_gb": 0.0, "build_minutes": 0.0, "tensorrt_level": 0}
+    offered = {"folders": [folder], "backends": [AUTO, *backends()]}
+    plain = {**offered, "limit_gb": 0.0, "build_minutes": 0.0, "tensorrt_level": 0}
     assert ask(comfy, "GET", "/settings") == (200, plain)
     assert post(comfy, "/settings", {"build_minutes": 90, "tensorrt_level": 2})[0] == 200
     changed = {"limit_gb": 1e-9, "build_minutes": 90.0, "tensorrt_level": 2}
-    assert post(comfy, "/settings", {"limit_gb": 1e-9}) == (200, {"folders": [folder], **changed}), "the others stay"
+    assert post(comfy, "/settings", {"limit_gb": 1e-9}) == (200, {**offered, **changed}), "the others stay"
     assert json.loads(settings_file.read_text())["limit_gb"] == 1e-9
     with pytest.raises(LibraryError, match="settings allow .* raise the limit"):
         Library([engine.parent]).check_limit(1, "A build")

@@ -278,7 +278,7 @@ def test_a_nodes_state_on_the_page_tells_of_an_engine_that_was_not_opened(
     with torch.inference_mode():
         handle.serve(None, lambda: EngineCall(inputs_of(net), dict))
     told = states.state("key", wish)
-    assert told["state"] == "broken"
+    assert told["state"] == "stale"
     assert told["engine"]["name"] == engine.folder.name
     assert "the disk is gone" in told["text"]
     assert "the disk is gone" in handle.session.refusal
@@ -335,7 +335,7 @@ def test_native_weights_of_a_controlnet_that_comfyui_took_in_between_are_loaded_
 def everything_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     """A double of a machine where every backend could run on a CUDA GPU."""
     for backend in backends().values():
-        monkeypatch.setattr(backend, "unavailable", lambda _device: None)
+        monkeypatch.setattr(backend, "cannot_run", lambda _device: None)
 
 
 @pytest.fixture

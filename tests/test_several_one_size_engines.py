@@ -11,15 +11,16 @@ import slow
 import torch
 from builds import main_file
 from hybrid_trt.architectures.shapes import Picture, sample_inputs
-from hybrid_trt.backends import backends, file_backend
+from hybrid_trt.backends import backends
+from hybrid_trt.backends.tensorrt.version8.backend import MOST_OPEN
 from hybrid_trt.comfy_model.network import NativeNetwork
 from hybrid_trt.engine_builder import build as builder
 from hybrid_trt.engine_library import Library, Reason
 from hybrid_trt.engine_library.engine import relative_error
 from hybrid_trt.nodes import building
 from hybrid_trt.sampling.engine_status import status
+from hybrid_trt.sessions.choice import with_live_fallback
 from hybrid_trt.sessions.session import refusal_of
-from hybrid_trt.sessions.with_live_fallback import with_live_fallback
 from one_size import BEST, OF_PORTRAIT, PORTRAIT, build, handle_of, of_one_size, serve
 from small_networks import native_call, network
 
@@ -169,7 +170,7 @@ def test_no_more_engines_of_a_network_are_open_than_a_workflow_uses(tmp_path: Pa
     for sizes in all_sizes:
         assert serve(handle, sizes)[0]
     opened = [one.loaded for one in session.sessions]
-    assert sum(opened) == file_backend.MOST_OPEN
+    assert sum(opened) == MOST_OPEN
     first = next(one for one in session.sessions if one.serves({s: n for s, n in BEST.items() if s != "HB"}) is None)
     assert not first.loaded, "it was used longest ago"
     assert session.bytes == sum(one.bytes for one in session.sessions if one.loaded)

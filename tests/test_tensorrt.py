@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import pickle
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -145,10 +146,35 @@ def test_what_a_request_asks_for_reaches_the_builder(
 
     asked: list[tuple] = []
     monkeypatch.setattr(trt_build, "_create_config", config)
-    for changes in ({}, {"level": 2, "any_weights": True}):
+    for changes in ({}, {"options": {"level": 2}, "any_weights": True}):
         with pytest.raises(Enough):
             RTX.build(replace(request_here, **changes), ignore)
     assert asked == [(None, False), (2, True)]
+
+
+def test_a_version_may_read_a_graph_of_its_own_which_is_gone_afterwards(
+    request_here: BuildRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Enough(Exception):
+        pass
+
+    class Steps(trt_build.BuildSteps):
+        def graph(self, request: BuildRequest) -> Path:
+            return Path(shutil.copy(request.onnx, request.onnx.with_name("own.onnx")))
+
+        def options(self, trt: Any, request: BuildRequest, network: Any, monitor: Any) -> dict[str, Any]:
+            return super().options(trt, request, network, monitor) | {"own": network.num_layers}
+
+    def config(_flavour: Any, _capabilities: Any, options: dict[str, Any]) -> None:
+        assert options["own"] > 0
+        assert options["progress_monitor"] is not None
+        raise Enough
+
+    monkeypatch.setattr(trt_build, "_create_config", config)
+    with pytest.raises(Enough):
+        trt_build.build_engine_file(RTX.flavour, request_here, ignore, steps=Steps())
+    assert request_here.onnx.exists()
+    assert not request_here.onnx.with_name("own.onnx").exists()
 
 
 def test_a_disk_that_is_full_while_the_engine_is_written_is_told_as_such(request_here: BuildRequest) -> None:

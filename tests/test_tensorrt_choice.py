@@ -15,8 +15,10 @@ from hybrid_trt.backends import BuildRequest, backends
 from hybrid_trt.backends.tensorrt import build as trt_build
 from hybrid_trt.backends.tensorrt import flavour as trt_flavour
 from hybrid_trt.backends.tensorrt import rtx as rtx_backend
-from hybrid_trt.backends.tensorrt.flavour import Flavour, Gpu
+from hybrid_trt.backends.tensorrt.flavour import Flavour
+from hybrid_trt.backends.tensorrt.version8.backend import BACKEND as VERSION8
 from hybrid_trt.engine_library import BuildError, Reason, Unavailable
+from hybrid_trt.engine_library.gpu import Gpu
 from trt_backends import ADA, BLACKWELL, CUDA, FULL, HOPPER, PASCAL, RTX, TURING, gpu, ignore, manifest
 
 pytestmark = pytest.mark.tensorrt
@@ -31,7 +33,7 @@ def test_without_a_gpu_rtx_builds_and_does_not_run(monkeypatch: pytest.MonkeyPat
     gpu(monkeypatch, None)
     assert RTX.cannot_build(networks.CPU) is None
     assert RTX.target(networks.CPU) == "portable"
-    refusal = RTX.unavailable(networks.CPU)
+    refusal = RTX.cannot_run(networks.CPU)
     assert refusal.reason is Reason.WRONG_GPU
     assert refusal.detail == "TensorRT-RTX needs an NVIDIA GPU, the model runs on cpu"
     assert FULL.cannot_build(networks.CPU).reason is Reason.WRONG_GPU
@@ -48,13 +50,13 @@ def test_rtx_builds_for_the_gpu_at_hand_where_it_runs_there(
 
 def test_rtx_refuses_gpus_that_are_not_rtx_cards(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu(monkeypatch, HOPPER)
-    for refusal in (RTX.unavailable(CUDA), RTX.refuses(manifest(RTX, trt.__version__, "portable"), CUDA)):
+    for refusal in (RTX.cannot_run(CUDA), RTX.cannot_use(manifest(RTX, trt.__version__, "portable"), CUDA)):
         assert refusal.reason is Reason.WRONG_GPU
         assert refusal.detail == (
             "TensorRT-RTX runs on GeForce and RTX cards only, this GPU is NVIDIA H200 (compute capability 9.0)"
         )
     gpu(monkeypatch, ADA)
-    assert RTX.unavailable(CUDA) is None
+    assert RTX.cannot_run(CUDA) is None
 
 
 @pytest.mark.parametrize(("version", "faked", "told"), [
@@ -65,7 +67,7 @@ def test_each_version_of_full_tensorrt_takes_the_gpus_that_it_knows(
 ) -> None:
     gpu(monkeypatch, faked)
     monkeypatch.setattr(trt_flavour, "_import", lambda _flavour: SimpleNamespace(__version__=version))
-    refusal = FULL.unavailable(CUDA)
+    refusal = (VERSION8 if version.startswith("8.") else FULL).cannot_run(CUDA)
     assert (refusal and refusal.reason) == (told and Reason.WRONG_GPU)
     assert told is None or told in refusal.detail
 
@@ -77,7 +79,7 @@ def test_which_rtx_engines_run_on_which_gpu(
     faked: Gpu, built_for: str, reason: Reason | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gpu(monkeypatch, faked)
-    refusal = RTX.refuses(manifest(RTX, trt.__version__, built_for), CUDA)
+    refusal = RTX.cannot_use(manifest(RTX, trt.__version__, built_for), CUDA)
     assert (refusal and refusal.reason) == reason
     if refusal:
         assert built_for in refusal.detail
@@ -87,14 +89,14 @@ def test_which_rtx_engines_run_on_which_gpu(
 def test_full_tensorrt_engines_belong_to_one_model_of_gpu_and_one_version(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu(monkeypatch, HOPPER)
     monkeypatch.setattr(trt_flavour, "_import", lambda _flavour: SimpleNamespace(__version__="11.4.0.106"))
-    assert FULL.refuses(manifest(FULL, "11.4.0.106", "sm_90 NVIDIA H200"), CUDA) is None
-    assert FULL.refuses(manifest(FULL, "11.4.0.106", "sm_90 NVIDIA H100"), CUDA).reason is Reason.WRONG_GPU
-    assert FULL.refuses(manifest(FULL, "11.4.0.105", "sm_90 NVIDIA H200"), CUDA).reason is Reason.STALE_ENGINE
+    assert FULL.cannot_use(manifest(FULL, "11.4.0.106", "sm_90 NVIDIA H200"), CUDA) is None
+    assert FULL.cannot_use(manifest(FULL, "11.4.0.106", "sm_90 NVIDIA H100"), CUDA).reason is Reason.WRONG_GPU
+    assert FULL.cannot_use(manifest(FULL, "11.4.0.105", "sm_90 NVIDIA H200"), CUDA).reason is Reason.STALE_ENGINE
 
 
 def test_an_engine_of_another_version_is_stale(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu(monkeypatch, ADA)
-    refusal = RTX.refuses(manifest(RTX, "1.6.1.120", "portable"), CUDA)
+    refusal = RTX.cannot_use(manifest(RTX, "1.6.1.120", "portable"), CUDA)
     assert refusal.reason is Reason.STALE_ENGINE
     assert refusal.detail == f"it was built with TensorRT-RTX 1.6.1.120 and {trt.__version__} is installed"
 
@@ -111,7 +113,7 @@ def test_a_missing_package_is_told_with_the_command_that_installs_it(
 ) -> None:
     monkeypatch.setitem(sys.modules, backend.flavour.module, None)  # blocks the import
     gpu(monkeypatch, ADA)
-    for refusal in (backend.unavailable(CUDA), backend.cannot_build(CUDA)):
+    for refusal in (backend.cannot_run(CUDA), backend.cannot_build(CUDA)):
         assert refusal.reason is Reason.BACKEND_MISSING
         assert command in refusal.detail
     nothing = BuildRequest(tmp_path / "model.onnx", (), (), networks.PROFILE, tmp_path, "portable")
@@ -131,7 +133,7 @@ def test_torch_for_cuda_12_wants_another_package(monkeypatch: pytest.MonkeyPatch
 def test_a_missing_polygraphy_stops_builds_only(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "polygraphy", None)
     gpu(monkeypatch, ADA)
-    assert RTX.unavailable(CUDA) is None
+    assert RTX.cannot_run(CUDA) is None
     assert "pip install polygraphy" in RTX.cannot_build(CUDA).detail
 
 
@@ -145,7 +147,7 @@ def test_a_package_that_does_not_load_or_serve_is_no_crash(
     name = f"broken_{abs(hash(text))}"
     (tmp_path / f"{name}.py").write_text(text, encoding="utf-8")
     monkeypatch.syspath_prepend(str(tmp_path))
-    refusal = trt_flavour.missing(Flavour(name, "TensorRT-RTX", (((1, 7), (1, 8)),), "tensorrt-rtx"))
+    refusal = trt_flavour.cannot_import(Flavour(name, "TensorRT-RTX", ((1, 7), (1, 8)), "tensorrt-rtx"))
     assert refusal.reason is Reason.BACKEND_MISSING
     assert told in refusal.detail
     assert "pip install" in refusal.detail

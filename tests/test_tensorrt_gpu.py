@@ -17,11 +17,12 @@ import torch
 from builds import main_file
 from comfy import model_management
 from hybrid_trt.architectures.shapes import sample_inputs
-from hybrid_trt.backends import backends, gpu_of, onnxruntime
+from hybrid_trt.backends import backends, onnxruntime
 from hybrid_trt.engine_builder import build as builder
 from hybrid_trt.engine_library import Engine, Library, Reason, Unavailable, trust
 from hybrid_trt.engine_library.disk import Settings, write_settings
 from hybrid_trt.engine_library.engine import LIMITS, describe_files, relative_error
+from hybrid_trt.engine_library.gpu import gpu_of
 from hybrid_trt.sampling.engine_patcher import EnginePatcher
 from hybrid_trt.sessions.file_session import FileSession
 
@@ -35,7 +36,7 @@ CALLS = [{"B": 2, "H": 32, "W": 32, "T": 77, "HB": 1}, {"B": 1, "H": 37, "W": 96
 @pytest.fixture(scope="module", params=["tensorrt", "tensorrt_rtx"])
 def backend(request: pytest.FixtureRequest) -> object:
     chosen = backends()[request.param]
-    if (refusal := chosen.unavailable(GPU)) is not None:
+    if (refusal := chosen.cannot_run(GPU)) is not None:
         pytest.skip(str(refusal))
     return chosen
 
@@ -211,10 +212,10 @@ def test_a_shape_outside_the_profile_is_refused_by_the_runner_too(backend: objec
 def test_an_engine_of_another_version_is_stale(backend: object, pair: dict) -> None:
     engine, _same = pair["unet"]
     other = replace(engine.manifest, identity=replace(engine.manifest.identity, backend_version="7.2.3.4"))
-    refusal = backend.refuses(other, GPU)
+    refusal = backend.cannot_use(other, GPU)
     assert refusal.reason is Reason.STALE_ENGINE
     assert "7.2.3.4" in refusal.detail
-    assert backend.refuses(engine.manifest, GPU) is None
+    assert backend.cannot_use(engine.manifest, GPU) is None
 
 
 @pytest.mark.parametrize("told", [False, True], ids=["its hash tells", "its hash was made anew"])

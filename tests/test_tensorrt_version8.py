@@ -14,8 +14,11 @@ import pytest
 import slow
 import torch
 from builds import until
+from fake_engine import publish_engine
 from hybrid_trt.backends import backends
-from hybrid_trt.backends.tensorrt import version8
+from hybrid_trt.backends.tensorrt import runner
+from hybrid_trt.backends.tensorrt.version8 import build as version8
+from hybrid_trt.backends.tensorrt.version8.backend import BACKEND
 from hybrid_trt.engine_builder.build import build_engine, run_here
 from hybrid_trt.engine_builder.order import BuildOrder
 from hybrid_trt.engine_library import Library
@@ -70,6 +73,25 @@ def test_the_timesteps_sines_are_kept_in_float32_and_nothing_of_attention(kind: 
     assert "timesteps" in kept[0].input
     exact = onnx.load(str(version8.own_graph(exported, "float32")), load_external_data=False)
     assert not [node for node in exact.graph.node if node.name.endswith(version8.KEPT_FLOAT)]
+
+
+def test_its_contexts_take_scratch_memory_as_those_of_later_versions_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    native, trt = Mock(device_memory_size=1000), Mock()
+    monkeypatch.setattr(runner, "shared_logger", lambda _trt: SimpleNamespace(listeners={}))
+    monkeypatch.setattr(runner, "deserialise", lambda *_: native)
+    monkeypatch.setattr(runner, "_check_tensors", lambda *_: frozenset("x"))
+    native.create_execution_context_without_device_memory.return_value = made = Mock(active_optimization_profile=0)
+    opened = BACKEND.opened_engine(trt, "TensorRT", publish_engine(tmp_path), torch.device("cpu"))
+    assert (opened.scratch_bytes, opened.jit_cache) == (1000, None)
+    context = opened.new_context()
+    assert context.update_device_memory_size_for_shapes() == 1000
+    context.set_device_memory(4096, 1000)
+    assert made.device_memory == 4096
+    assert context.execute_async_v3 is made.execute_async_v3
+    native.create_execution_context_without_device_memory.return_value = None
+    assert opened.new_context() is None
 
 
 class Layer:

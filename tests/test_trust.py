@@ -13,8 +13,8 @@ import pytest
 import torch
 from builds import order, read_only, small_network
 from fake_engine import publish_engine
-from hybrid_trt.architectures.image_latent import ANY
 from hybrid_trt.architectures.shapes import Profile, Range
+from hybrid_trt.architectures.sizes import ANY
 from hybrid_trt.backends import backends
 from hybrid_trt.backends.lookup import look_up_known, refusals
 from hybrid_trt.comfy_model.hash_cache import source_changed
@@ -22,6 +22,7 @@ from hybrid_trt.comfy_model.network import NativeNetwork
 from hybrid_trt.engine_builder import build as builder
 from hybrid_trt.engine_builder import check
 from hybrid_trt.engine_builder.build import build_engine, run_here
+from hybrid_trt.engine_builder.resources import on_cpu
 from hybrid_trt.engine_library import BuildError, Engine, EngineQuery, Library, Manifest, Reason, Unavailable, trust
 from hybrid_trt.engine_library.engine import describe_files
 from hybrid_trt.engine_library.inventory import BROKEN, READY, STALE, UNCHECKED, entries
@@ -376,9 +377,9 @@ def test_checks_look_at_the_ends_of_the_profile_and_stay_small_on_a_cpu() -> Non
     on_gpu = ANY.examples(PROFILE).extremes
     assert [(sizes["B"], sizes["H"]) for sizes in on_gpu] == [(1, 4), (2, 8), (2, 12)]
     large = {**PROFILE.to_json(), "H": [4, 64, 128], "W": [4, 64, 128], "B": [1, 2, 16], "HB": [1, 1, 16]}
-    profile = type(PROFILE).from_json(large)
-    assert [(s["B"], s["HB"]) for s in ANY.examples(profile).extremes_on_cpu] == [(1, 1), (2, 1), (1, 1)]
-    assert [(s["B"], s["HB"]) for s in ANY.examples(profile).extremes] == [(1, 1), (2, 1), (16, 16)]
+    extremes = ANY.examples(type(PROFILE).from_json(large)).extremes
+    assert [(s["B"], s["HB"]) for s in on_cpu(ANY, extremes, extremes[0])] == [(1, 1), (2, 1)]
+    assert [(s["B"], s["HB"]) for s in extremes] == [(1, 1), (2, 1), (16, 16)]
 
 
 def test_what_is_found_out_in_a_library_that_became_read_only_counts(tmp_path: Path) -> None:

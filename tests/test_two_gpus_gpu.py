@@ -39,7 +39,7 @@ def server(
 def settings(request: pytest.FixtureRequest, server: ComfyProcess) -> dict[str, Any]:
     """Those of an engine node: live weights as CUDA graphs, compiled, or an engine with weights of its own."""
     name = "torch" if request.param == "compiled" else request.param
-    if (refusal := backends()[name].unavailable(torch.device("cuda", 0))) is not None:
+    if (refusal := backends()[name].cannot_run(torch.device("cuda", 0))) is not None:
         pytest.skip(str(refusal))
     when = "use native" if request.param == "torch" else "build now"
     for folder in (server.base / "models" / "trt_engines").glob("[!.]*_*"):

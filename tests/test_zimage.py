@@ -107,14 +107,14 @@ def test_sizes_are_those_of_tokens_in_groups() -> None:
     family = zimage.network().architecture()
     profile = family.profile(RequestedSizes())
     assert profile.to_json() == {"B": [1, 1, 2], "N": [32, 128, 288], "T": [1, 4, 17]}
-    assert family.words(profile) == "1 image, 512x512 to 1536x1536 px, 544 tokens"
+    assert family.words(profile) == "1 image, 512 to 1536 px, 544 tokens"
     usual = family.calls(profile, Picture(832, 1216, (1,)))
     assert usual == [{"B": 1, "N": 124, "T": 4}]
-    assert family.call_words(usual[0]) == "3968 picture tokens, 128 prompt tokens"
+    assert family.call_words(usual[0]) == "3968 image tokens, 128 tokens"
     assert family.calls(profile, Picture(1024, 1024, (4, 2)))[0] == {"B": 4, "N": 128, "T": 4}
     small = family.profile(RequestedSizes(64, 72, 80, 3, 20))
     assert small.to_json() == {"B": [1, 1, 6], "N": [1, 1, 1], "T": [1, 1, 1]}
-    assert family.words(small) == "up to 3 images, 80x80 px, 32 tokens"
+    assert family.words(small) == "up to 3 images, 80 px, 32 tokens"
 
 
 def test_padding_prompt_place_and_time_each_change_the_picture() -> None:

@@ -89,7 +89,7 @@ def test_sizes_tell_the_tokens_of_the_control_image() -> None:
     profile = family.profile(RequestedSizes())
     assert profile.to_json() == {"B": [1, 1, 2], "C": [993, 4096, 9216], "N": [32, 128, 288], "T": [1, 4, 17]}
     assert family.calls(profile, Picture(840, 1216, (1,))) == [{"B": 1, "N": 126, "T": 4, "C": 4028}]
-    assert family.words(profile) == "1 image, 512x512 to 1536x1536 px, 544 tokens"
+    assert family.words(profile) == "1 image, 512 to 1536 px, 544 tokens"
 
 
 @COMPILES

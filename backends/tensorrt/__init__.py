@@ -1,5 +1,10 @@
 """NVIDIA's TensorRT in its two flavours: full TensorRT, and TensorRT-RTX."""
 
-from . import full, rtx
+from . import full, rtx, version8
 
-BACKENDS = (full.BACKEND, rtx.BACKEND)
+if version8.is_installed():
+    from .version8.backend import BACKEND
+else:
+    BACKEND = full.BACKEND
+
+BACKENDS = (BACKEND, rtx.BACKEND)

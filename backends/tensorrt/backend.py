@@ -2,23 +2,40 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
+from typing import Any
+
 import torch
 
 from ...engine_library import Engine, Fallback, Manifest, Reason
+from ...engine_library.disk import Settings
 from ...engine_library.engine import PARAMETERS_NAME
+from ...engine_library.gpu import Gpu
 from ..file_backend import FileBackend
-from .build import ENGINE_NAME
-from .flavour import Flavour, Gpu, import_flavour, missing
-from .runner import TensorRTRunner
+from .build import ENGINE_NAME, STEPS
+from .flavour import Flavour, cannot_import, import_flavour
+from .runner import OpenedEngine, TensorRTRunner
 
 
 class TensorRTBackend(FileBackend):
-    """The part of the backend protocol in which the two flavours agree; they differ in GPUs and in targets."""
+    """The part of the backend protocol in which the two flavours agree; they differ in GPUs and in targets.
+
+    Attributes:
+        steps: the steps of a build in which versions differ.
+        opened_engine: the class of an open engine.
+    """
 
     flavour: Flavour
+    steps = STEPS
+    opened_engine = OpenedEngine
     file_names = (ENGINE_NAME, PARAMETERS_NAME)
     refits = True
+    notice = "experimental: never run on a GPU by us"
     keeps_weights = True
+
+    def options(self, settings: Settings) -> dict[str, Any]:
+        """Return the effort of the search for fast kernels, 1 to 5; 0 leaves it to TensorRT."""
+        return {"level": settings.tensorrt_level}
 
     def build_memory(self, weights: int) -> int:
         return int(2.2 * weights)
@@ -31,12 +48,9 @@ class TensorRTBackend(FileBackend):
         """
         return import_flavour(self.flavour).__version__
 
-    def target(self, device: torch.device) -> str:
-        raise NotImplementedError
-
+    @abstractmethod
     def runs_on(self, target: str, gpu: Gpu) -> bool:
         """Tell whether an engine built for a target runs on a GPU."""
-        raise NotImplementedError
 
     def wrong_gpu(self, device: torch.device) -> Fallback | None:
         """Return why this flavour does not run on a device whatever is installed, or None."""
@@ -44,11 +58,14 @@ class TensorRTBackend(FileBackend):
             return Fallback(Reason.WRONG_GPU, f"{self.flavour.title} needs an NVIDIA GPU, the model runs on {device}")
         return None
 
-    def unavailable(self, device: torch.device) -> Fallback | None:
-        return self.wrong_gpu(device) or missing(self.flavour)
+    def cannot_import(self) -> Fallback | None:
+        return cannot_import(self.flavour)
 
-    def refuses(self, manifest: Manifest, device: torch.device) -> Fallback | None:
-        if (why := self.unavailable(device)) is not None:
+    def cannot_run(self, device: torch.device) -> Fallback | None:
+        return self.wrong_gpu(device) or self.cannot_import()
+
+    def cannot_use(self, manifest: Manifest, device: torch.device) -> Fallback | None:
+        if (why := self.cannot_run(device)) is not None:
             return why
         identity, title = manifest.identity, self.flavour.title
         if identity.backend_version != self.version():
@@ -62,4 +79,6 @@ class TensorRTBackend(FileBackend):
         return None
 
     def load(self, engine: Engine, device: torch.device) -> TensorRTRunner:
-        return TensorRTRunner.open(import_flavour(self.flavour), self.flavour.title, engine, device)
+        with torch.cuda.device(device):
+            opened = self.opened_engine(import_flavour(self.flavour), self.flavour.title, engine, device)
+            return TensorRTRunner(self.flavour.title, opened)

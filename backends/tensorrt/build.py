@@ -24,7 +24,6 @@ from ...engine_library import BuildError, Unavailable, trust
 from ...engine_library.atomic_files import write_file
 from ...engine_library.safe_files import read_bytes
 from .. import BuildRequest, Progress
-from . import version8
 from .flavour import Flavour, import_flavour
 
 log = logging.getLogger(__name__)
@@ -84,16 +83,44 @@ REPORT_SECONDS = 0.1
 """TensorRT reports thousands of steps; this often one is passed on, and a cancel noticed."""
 
 
+class BuildSteps:
+    """The steps of a build in which versions of TensorRT may differ.
+
+    Attributes:
+        strongly_typed: True if the engine computes in the dtypes of the graph.
+    """
+
+    strongly_typed = True
+
+    def graph(self, request: BuildRequest) -> Path:
+        """The graph to read: the request's, or one beside it, which is deleted when it was read."""
+        return request.onnx
+
+    def monitor(self, trt: ModuleType, progress: Progress) -> Any:
+        """TensorRT's progress as calls of ``progress``.
+
+        ``stopped_by`` is what ``progress`` raised, after which the build is told to stop at its next step.
+        """
+        return _monitor(trt, progress)
+
+    def options(self, trt: ModuleType, request: BuildRequest, network: Any, monitor: Any) -> dict[str, Any]:
+        """Return further options of polygraphy's ``CreateConfig``, when the network is read."""
+        return {"progress_monitor": monitor}
+
+
+STEPS = BuildSteps()
+"""Those of TensorRT 10, 11 and RTX."""
+
+
 def build_engine_file(
     flavour: Flavour,
     request: BuildRequest,
     progress: Progress,
     compute_capabilities: list[tuple[int, int]] | None = None,
     timing_cache: Path | None = None,
+    steps: BuildSteps = STEPS,
 ) -> list[str]:
     """Build ``engine.trt`` in the request's folder and return its name in a list.
-
-    The network is strongly typed: the engine computes in the dtypes of the graph.
 
     Args:
         compute_capabilities: the GPUs to build for, with TensorRT-RTX only; None leaves the choice to the flavour.
@@ -106,9 +133,7 @@ def build_engine_file(
         trt = import_flavour(flavour)
     except Unavailable as missing:
         raise BuildError(f"nothing was built: {missing.fallback.detail}") from None
-    logger, old = shared_logger(trt), version8.is_version8(trt)
-    half = any(spec.dtype == "float16" for spec in request.outputs)
-    monitor = version8.Monitor(progress) if old else _monitor(trt, progress)
+    logger, monitor = shared_logger(trt), steps.monitor(trt, progress)
     partial, to_file = request.folder / f".{ENGINE_NAME}", None
     with _polygraphy(flavour, logger) as loaders, collected_errors(logger) as errors:
         from polygraphy.exception import PolygraphyException
@@ -117,8 +142,8 @@ def build_engine_file(
         try:
             progress(phase, 0.0)
             # the parser owns the weights: it stays until the build is over
-            graph = version8.own_graph(request.onnx, request.outputs[0].dtype) if old else request.onnx
-            builder, network, _parser = loaders.network_from_onnx_path(str(graph), strongly_typed=not old)
+            graph = steps.graph(request)
+            builder, network, _parser = loaders.network_from_onnx_path(str(graph), strongly_typed=steps.strongly_typed)
             if graph is not request.onnx:
                 graph.unlink()
             inputs = _check_tensors(trt, request, network)
@@ -126,15 +151,10 @@ def build_engine_file(
                 "profiles": [_profile(loaders, request, inputs)],
                 "profiling_verbosity": trt.ProfilingVerbosity.LAYER_NAMES_ONLY,
                 "refittable": request.any_weights,
-                "builder_optimization_level": request.level or None,
+                "builder_optimization_level": request.options.get("level") or None,
             }
-            if old:
-                options |= version8.build_options(trt, network, half)
-            else:
-                options["progress_monitor"] = monitor
             phase = "compiling"
-            if old:
-                monitor.compiling()
+            options |= steps.options(trt, request, network, monitor)
             make_config = functools.partial(_create_config, flavour, compute_capabilities)
             to_file = _FileBuilder(trt, builder, partial)
             _compile(loaders, to_file, network, make_config, options, timing_cache)
@@ -331,11 +351,6 @@ def _polygraphy(flavour: Flavour, logger: Any) -> Iterator[ModuleType]:
 
 
 def _monitor(trt: ModuleType, progress: Progress) -> Any:
-    """TensorRT's progress as calls of ``progress``.
-
-    ``stopped_by`` is what ``progress`` raised, after which the build is told to stop at its next step.
-    """
-
     class Monitor(trt.IProgressMonitor):
         def __init__(self, progress: Progress) -> None:
             trt.IProgressMonitor.__init__(self)

@@ -18,28 +18,6 @@ from ...engine_library import Fallback, Reason, Unavailable
 
 log = logging.getLogger(__name__)
 
-@dataclass(frozen=True)
-class Gpu:
-    """An NVIDIA GPU as engines see it: name and compute capability."""
-
-    name: str
-    capability: tuple[int, int]
-
-    @classmethod
-    def of(cls, device: torch.device) -> Gpu | None:
-        """The GPU behind a device, or None when it is no NVIDIA GPU (torch calls AMD's "cuda" too)."""
-        if device.type != "cuda" or torch.version.cuda is None or not torch.cuda.is_available():
-            return None
-        return cls(torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device))
-
-    @property
-    def sm(self) -> str:
-        """Its compute capability as manifests spell it: ``sm_89``."""
-        return "sm_{}{}".format(*self.capability)
-
-    def __str__(self) -> str:
-        return f"{self.name} (compute capability {self.capability[0]}.{self.capability[1]})"
-
 
 @dataclass(frozen=True)
 class Flavour:
@@ -48,20 +26,20 @@ class Flavour:
     Attributes:
         module: what to import.
         title: its name for people.
-        versions: the versions that serve, from the first up to but without the second; the newest stand last.
+        versions: the versions that can be used, from the first up to but without the second.
         package: its name on PyPI, for CUDA 13; with ``-cu12`` behind it, for CUDA 12.
     """
 
     module: str
     title: str
-    versions: tuple[tuple[tuple[int, int], tuple[int, int]], ...]
+    versions: tuple[tuple[int, int], tuple[int, int]]
     package: str
 
     @property
     def install(self) -> str:
         """The command that installs what fits this torch."""
         package = f"{self.package}-cu12" if (torch.version.cuda or "").startswith("12.") else self.package
-        oldest, beyond = (f"{major}.{minor}" for major, minor in self.versions[-1])
+        oldest, beyond = (f"{major}.{minor}" for major, minor in self.versions)
         return f'pip install "{package}>={oldest},<{beyond}"'
 
 
@@ -77,7 +55,7 @@ def import_flavour(flavour: Flavour) -> ModuleType:
     return found
 
 
-def missing(flavour: Flavour, *others: str) -> Fallback | None:
+def cannot_import(flavour: Flavour, *others: str) -> Fallback | None:
     """Return why a flavour, or one of the other packages that a build needs, cannot be imported; None when all can."""
     for name in others:
         if find_spec(name) is None:
@@ -105,7 +83,7 @@ def _import_once(flavour: Flavour) -> ModuleType | Fallback:
             f"{flavour.title} is installed and cannot be loaded ({type(error).__name__}: {error}); "
             f"reinstall it ({flavour.install})",
         )
-    if not any(oldest <= numbers < beyond for oldest, beyond in flavour.versions):
+    if not flavour.versions[0] <= numbers < flavour.versions[1]:
         return Fallback(
             Reason.BACKEND_MISSING,
             f"{flavour.title} {version} is installed and cannot be used ({flavour.install})",

@@ -7,9 +7,11 @@ import re
 import torch
 
 from ...engine_library import Fallback, Reason
+from ...engine_library.gpu import Gpu
 from .. import BuildRequest, Progress
 from .backend import TensorRTBackend
-from .flavour import Flavour, Gpu, missing
+from .build import build_engine_file
+from .flavour import Flavour, cannot_import
 
 SUPPORTED = frozenset({(7, 5), (8, 0), (8, 6), (8, 9), (12, 0), (12, 1)})
 """Compute capabilities that an engine can be built for."""
@@ -26,7 +28,7 @@ class TensorRTRTXBackend(TensorRTBackend):
     measured_on = ()
     builds_on_gpu = False
     refits = False  # such builds want a GPU, and nobody has refitted an engine of RTX yet
-    flavour = Flavour("tensorrt_rtx", "TensorRT-RTX", (((1, 7), (1, 8)),), "tensorrt-rtx")
+    flavour = Flavour("tensorrt_rtx", "TensorRT-RTX", ((1, 7), (1, 8)), "tensorrt-rtx")
 
     def target(self, device: torch.device) -> str:
         """This GPU's compute capability (``sm_89``) when it is one that RTX supports, else ``portable``."""
@@ -46,11 +48,9 @@ class TensorRTRTXBackend(TensorRTBackend):
 
     def cannot_build(self, device: torch.device) -> Fallback | None:
         """Only for want of packages: a build needs no GPU."""
-        return missing(self.flavour, "polygraphy")
+        return cannot_import(self.flavour, "polygraphy")
 
     def build(self, request: BuildRequest, progress: Progress) -> list[str]:
-        from .build import build_engine_file
-
         # told by number and not as "the current GPU", so that a process without one builds the same
         numbers = re.fullmatch(r"sm_(\d+)(\d)", request.target)
         capabilities = [(int(numbers[1]), int(numbers[2]))] if numbers else None

@@ -1,4 +1,4 @@
-"""A loaded TensorRT engine: one code path for all versions and RTX; ``version8`` makes up for what 8.6 lacks."""
+"""A loaded TensorRT engine, of any version or RTX."""
 
 from __future__ import annotations
 
@@ -15,10 +15,9 @@ import torch
 
 from ...engine_library import Engine, Reason, Unavailable, trust
 from ...engine_library.atomic_files import write_file
+from ...engine_library.gpu import gpu_of
 from ...engine_library.safe_files import read_bytes
-from . import version8
 from .build import ENGINE_NAME, collected_errors, last_errors, shared_logger
-from .flavour import Gpu
 
 log = logging.getLogger(__name__)
 
@@ -104,16 +103,6 @@ class TensorRTRunner:
             self._side_stream = torch.cuda.Stream(self.device)
         self._shapes: tuple | None = None
         self._calls_until_save = SAVE_AFTER_CALLS
-
-    @classmethod
-    def open(cls, trt: ModuleType, title: str, engine: Engine, device: torch.device) -> TensorRTRunner:
-        """Open an engine's main file.
-
-        Raises:
-            Unavailable: TensorRT refuses the file, its tensors are not those of the manifest, or there is no room.
-        """
-        with torch.cuda.device(device):
-            return cls(title, OpenedEngine(trt, title, engine, device))
 
     def new_context(self) -> TensorRTRunner:
         return TensorRTRunner(self._title, self._opened)
@@ -208,22 +197,19 @@ class OpenedEngine:
             self._runtime = trt.Runtime(self.logger)
             self._engine = deserialise(self._runtime, title, engine, errors)
             self.inputs = _check_tensors(trt, engine, self._engine)
-        self._old = version8.is_version8(trt)
-        self.scratch_bytes: int = (
-            version8.scratch_bytes(self._engine) if self._old else self._engine.device_memory_size_v2
-        )
-        if self._old:
-            return
-        self._strategy = trt.ExecutionContextAllocationStrategy.USER_MANAGED
-        if hasattr(trt, "IRuntimeCache"):
+        self.scratch_bytes = self._prepare(engine)
+
+    def _prepare(self, engine: Engine) -> int:
+        """Set contexts up to take scratch memory of ours, and return ``scratch_bytes``."""
+        self._strategy = self._trt.ExecutionContextAllocationStrategy.USER_MANAGED
+        if hasattr(self._trt, "IRuntimeCache"):
             self._config = self._engine.create_runtime_config()
             self._config.set_execution_context_allocation_strategy(self._strategy)
-            self.jit_cache = JitCache(self._config, _jit_cache_path(engine, device), engine.manifest.digest)
+            self.jit_cache = JitCache(self._config, _jit_cache_path(engine, self.device), engine.manifest.digest)
+        return self._engine.device_memory_size_v2
 
     def new_context(self) -> Any:
         """A context whose scratch memory is ours to give, or None where there is no room for it."""
-        if self._old:
-            return version8.context(self._engine)
         if self.jit_cache is not None:
             return self._engine.create_execution_context(runtime_config=self._config)
         return self._engine.create_execution_context(self._strategy)
@@ -246,8 +232,6 @@ class OpenedEngine:
         return None if refitter.refit_cuda_engine() else "refitting failed"
 
     def _as_weights(self, tensor: torch.Tensor) -> Any:
-        if version8.is_version8(self._trt):
-            return version8.weights(self._trt, tensor)
         dtype = str(tensor.dtype).removeprefix("torch.")
         return self._trt.Weights(getattr(self._trt, dtype), tensor.data_ptr(), tensor.numel())
 
@@ -316,6 +300,5 @@ def _check_tensors(trt: ModuleType, engine: Engine, native: Any) -> frozenset[st
 
 def _jit_cache_path(engine: Engine, device: torch.device) -> Path:
     """One file per GPU: a library may be shared, and TensorRT-RTX refuses another GPU's kernels."""
-    gpu = Gpu.of(device)
-    words = re.sub(r"[^a-z0-9]+", "-", f"{gpu.sm} {gpu.name}".lower()).strip("-")
+    words = re.sub(r"[^a-z0-9]+", "-", gpu_of(device).lower()).strip("-")
     return engine.folder / f"kernels-{words}.cache"

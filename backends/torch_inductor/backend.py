@@ -18,13 +18,13 @@ import torch
 
 from ...architectures import architectures
 from ...architectures.calls import RequestedCalls, calls_to_compile
-from ...architectures.shapes import PRECISIONS, Profile
+from ...architectures.shapes import Profile
 from ...comfy_model.structure_hash import structure_hash
-from ...engine_library import BuildError, Engine, Fallback, Manifest, Reason, Unavailable, trust
+from ...engine_library import Engine, Fallback, Manifest, Reason, Unavailable, trust
+from ...engine_library.gpu import gpu_of
 from ...sessions.session import refusal_of, refuse
-from .. import BuildRequest, BuildSizes, LiveTask, Progress, gpu_of
+from .. import BuildSizes, LiveCompiler, LiveTask, Progress
 from . import compiled, opened_files
-from .cpu import cpu_kind
 
 if TYPE_CHECKING:
     from ...comfy_model.network import NativeNetwork
@@ -34,17 +34,13 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-class TorchBackend:
+class TorchBackend(LiveCompiler):
     """Runs and compiles live networks. On a CPU it runs them eagerly, for tests, and only when chosen by name."""
 
     name = "torch"
     preference = 10
     measured_on = ("cuda",)
     builds_on_gpu = True
-    build_stack = 0
-    runs_live_weights = True
-    refits = False
-    precisions = PRECISIONS
 
     def version(self) -> str:
         return f"{torch.__version__} format {compiled.FORMAT}"
@@ -55,7 +51,7 @@ class TorchBackend:
         major, minor = torch.cuda.get_device_capability(device)
         return f"{torch.cuda.get_device_name(device)}, {major}.{minor}"
 
-    def unavailable(self, device: torch.device) -> Fallback | None:
+    def cannot_run(self, device: torch.device) -> Fallback | None:
         if device.type not in ("cuda", "cpu"):
             return Fallback(Reason.BACKEND_MISSING, f"the torch backend has not been tried on {device.type}")
         return None
@@ -72,28 +68,22 @@ class TorchBackend:
             return Fallback(Reason.BACKEND_MISSING, "compiling for the CPU needs a C++ compiler")
         return None
 
-    def refuses(self, manifest: Manifest, device: torch.device) -> Fallback | None:
+    def cannot_use(self, manifest: Manifest, device: torch.device) -> Fallback | None:
         identity = manifest.identity
         if identity.device != self.target(device):
             return Fallback(Reason.WRONG_GPU, f"it was compiled for {identity.device}")
         if identity.backend_version != self.version():
             return Fallback(Reason.STALE_ENGINE, f"it was compiled by torch {identity.backend_version}")
-        if device.type == "cpu" and manifest.parity.get("cpu", cpu_kind()) != cpu_kind():
+        if device.type == "cpu" and manifest.parity.get("cpu", compiled.cpu_kind()) != compiled.cpu_kind():
             return Fallback(Reason.STALE_ENGINE, "it was compiled for a CPU with other instructions")
         return None
 
     def writes(self, name: str) -> bool:
         return compiled.is_file_name(name)
 
-    def build_memory(self, weights: int) -> int:
-        return 0
-
     def weights(self, network: NativeNetwork, check: Callable[[], None] | None = None) -> str:
         """No weights are compiled in."""
         return structure_hash(network.module, live=True)
-
-    def build(self, request: BuildRequest, progress: Progress) -> list[str]:
-        raise BuildError("the torch backend compiles live networks, not ONNX graphs")
 
     def compile(self, function: torch.nn.Module, task: LiveTask, progress: Progress) -> dict:
         if getattr(function, "blocks", None):
@@ -109,7 +99,7 @@ class TorchBackend:
         found = []
         for engine in engines:
             manifest = engine.manifest
-            ours = manifest.identity.backend == self.name and self.refuses(manifest, device) is None
+            ours = manifest.identity.backend == self.name and self.cannot_use(manifest, device) is None
             if ours and trust.why_unusable(engine) is None:
                 names = [name for name in manifest.files if not compiled.sizes_of(name)]
                 try:
@@ -130,9 +120,6 @@ class TorchBackend:
                 refuse(engine, f"compiled it took {times:.2f} times as long as the normal model on this GPU")
         found.use(engines, passed_over)
         return found
-
-    def engine_profile(self, profile: Profile) -> Profile:
-        return profile
 
     def sizes(self, engine: Engine) -> list[dict[str, int]]:
         return [compiled.sizes_of(name) for name in engine.manifest.files]

@@ -22,8 +22,7 @@ from .. import LiveTask, Progress
 from . import attention
 from .compile_kinds import Alike, BlockFunction, Call, compiled, contents_of, kinds_of
 from .compile_step import against, compared, figures, inductors_failures
-from .compiled import Compiled, file_name, lifted
-from .cpu import cpu_kind
+from .compiled import Compiled, cpu_kind, file_name, lifted
 from .kinds import Kind
 from .opened_files import kinds_in, open_one
 

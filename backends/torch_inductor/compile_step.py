@@ -17,13 +17,12 @@ from ...comfy_model.float32 import results_in_float32
 from ...comfy_model.torch_kernels import best_attention, laid_out
 from ...engine_library import BuildError, yardstick
 from ...engine_library.engine import furthest
-from ...engine_library.gpu_driver import driver_version
+from ...engine_library.gpu import driver_version
 from ...sessions import gpu_timing
 from ...sessions.cuda_graphs import GraphCache
 from .. import LiveTask, Progress
-from . import attention, quantised_graph
-from .compiled import Compiled, compile_in_parts, compile_to_file, file_name, lifted
-from .cpu import cpu_kind
+from . import attention, graph_passes
+from .compiled import Compiled, compile_in_parts, compile_to_file, cpu_kind, file_name, lifted
 from .opened_files import open_file
 
 log = logging.getLogger(__name__)
@@ -153,7 +152,7 @@ def compared(
     with torch.inference_mode(), best_attention(given[0].device):
         expected = function(*given)
     native = None
-    rounds = precision != "float32" or quantised_graph.has_quantised(function)
+    rounds = precision != "float32" or graph_passes.has_quantised(function)
     exact = results_in_float32(function, given) if rounds else None
     if exact is not None:
         native = furthest(names, expected, exact)[1]

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import functools
 import gc
+import hashlib
 import logging
 import pickle
+import platform
 import re
 import tempfile
 import uuid
@@ -23,7 +25,7 @@ import torch
 from ...comfy_model.torch_kernels import best_attention
 from ...engine_library import BuildError
 from .. import Submit
-from . import inductor_tuning, late_inputs, parts, quantised_graph
+from . import graph_passes, inductor_tuning, parts
 from .cache_folder import keep_others_out
 
 if TYPE_CHECKING:
@@ -56,6 +58,18 @@ def can_compile() -> bool:
     """Tell whether this torch can compile to a file; asked without importing Inductor, which takes seconds."""
     major, minor = (int(part) for part in torch.__version__.split(".")[:2])
     return (major, minor) >= OLDEST_TORCH
+
+
+@functools.cache
+def cpu_kind() -> str:
+    """Return what tells CPUs with different instructions apart: a file compiled on one may crash on another."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:  # other systems than Linux
+        return f"{platform.machine()} {platform.processor()}"
+    flags = next((line for line in lines if line.startswith(("flags", "Features", "isa"))), "")
+    words = " ".join(sorted(flags.partition(":")[2].split()))
+    return f"{platform.machine()} {hashlib.sha256(words.encode()).hexdigest()[:12]}"
 
 
 def let_kernels_be_recorded() -> None:
@@ -216,14 +230,14 @@ def traced(
     if free is not None:
         given, mode = free.examples(given[:count], given[count:]), "symbolic"
     trace = functools.partial(make_fx, decomposition_table=inductor_tuning.TABLE, tracing_mode=mode)
-    if functional and quantised_graph.has_quantised(function):  # their class of tensors cannot be functionalised
+    if functional and graph_passes.has_quantised(function):  # their class of tensors cannot be functionalised
         flat = trace(flat)(*given)
     graph = trace(torch.func.functionalize(flat) if functional else flat)(*given)
     _refuse_numbers(graph)
     inductor_tuning.keep_channels_last(graph)
-    quantised_graph.write_out(graph)
+    graph_passes.write_out_quantised(graph)
     placeholders = graph.graph.find_nodes(op="placeholder")
-    late_inputs.wait_where_needed(graph, [placeholders[count + i] for i in late])
+    graph_passes.wait_where_needed(graph, [placeholders[count + i] for i in late])
     return graph, given
 
 

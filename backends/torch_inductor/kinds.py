@@ -10,11 +10,13 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import starmap
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ...architectures.blocks import Form, put_together, take_apart, words_of
+from ...engine_library.engine import relative_error
 
 if TYPE_CHECKING:
     import sympy
@@ -97,9 +99,13 @@ class InBlocks:
     Attributes:
         kinds: the kinds of its blocks.
         plain: calls of blocks that none of these served.
+        judge: takes how far the first results are from those of the network run plainly; None once it has.
     """
 
-    def __init__(self, function: torch.nn.Module, kinds: Kinds, weights: Callable[[], Sequence[Weights]]):
+    def __init__(
+        self, function: torch.nn.Module, kinds: Kinds, weights: Callable[[], Sequence[Weights]],
+        judge: Callable[[float], None] | None = None,
+    ):  # fmt: skip
         """
         Args:
             weights: gives the weights of each block, in order, see ``compiled.lifted``.
@@ -107,7 +113,7 @@ class InBlocks:
         if len(function.blocks) != len(kinds.of):
             raise ValueError(f"it was compiled for {len(kinds.of)} blocks, and the network has {len(function.blocks)}")
         self._function, self._weights = function, weights
-        self.kinds, self.plain = kinds.kinds, 0
+        self.kinds, self.plain, self.judge = kinds.kinds, 0, judge
         self._of, self._opened = kinds.of, kinds.opened
         self._on = False
         self._chosen: dict[tuple, int | None] = {}
@@ -125,9 +131,23 @@ class InBlocks:
         """The network's outputs for its inputs, in order."""
         self._on, self._now = True, self._weights()
         try:
-            return self._function(*given)
+            results = self._function(*given)
         finally:
             self._on = False
+        if self.judge is not None:
+            self._compare(given, results)
+        return results
+
+    def _compare(self, given: Sequence[torch.Tensor], results: Sequence[torch.Tensor]) -> None:
+        """Run the network plainly too: a build compares blocks alone. Where memory lacks, the next call is compared."""
+        if given[0].is_cuda and torch.cuda.is_current_stream_capturing():
+            return
+        try:
+            error = max(starmap(relative_error, zip(results, self._function(*given), strict=True)))
+        except torch.OutOfMemoryError:
+            return
+        judge, self.judge = self.judge, None
+        judge(error)
 
     def _block(self, number: int, plainly: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if not self._on:

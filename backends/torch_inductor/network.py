@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 import torch
@@ -83,10 +83,11 @@ class LiveNetwork:
         self._find_weights()
         return self._of_blocks
 
-    def add_compiled(self, sizes: Sizes, compiled: Compiled | Kinds) -> None:
-        """Use ``compiled`` for calls of exactly these sizes."""
-        in_blocks = isinstance(compiled, Kinds)
-        self._compiled[sizes] = InBlocks(self.function, compiled, self._weights_of_blocks) if in_blocks else compiled
+    def add_compiled(self, sizes: Sizes, compiled: Compiled | Kinds, judge: Callable[[float], None] | None) -> None:
+        """Use ``compiled`` for calls of exactly these sizes; see ``InBlocks`` for ``judge``."""
+        if isinstance(compiled, Kinds):
+            compiled = InBlocks(self.function, compiled, self._weights_of_blocks, judge)
+        self._compiled[sizes] = compiled
 
     def forget_compiled(self, sizes: Sizes) -> None:
         compiled = self._compiled.pop(sizes)

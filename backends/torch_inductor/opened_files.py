@@ -1,27 +1,40 @@
 """Compiled files, opened: each once in this process for each GPU, whatever GPU of its kind it was compiled on.
 
 torch keeps a program's kernels in memory for good, so one that was opened a second time would have them twice.
+
+A file names the GPU that it was compiled on by number: in the program that launches the kernels, and on each kernel. On
+another GPU that number is replaced. Kernels themselves are the same for all GPUs of a kind.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
+import io
 import logging
 import pickle
+import re
 import tempfile
 import threading
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from . import other_gpu, parts
+from . import parts
 from .cache_folder import keep_others_out
 from .compiled import KINDS_HEADER, PARTS_HEADER, Compiled, let_kernels_be_recorded
 from .kinds import Kind, Kinds
 
 log = logging.getLogger(__name__)
+
+_GUARD = re.compile(r"_DeviceGuard\((\d+)\)")
+_LAUNCHES = re.compile(r"(?P<before>_DeviceGuard\(|set_device\(|get_raw_stream\(|index=|cuda:)\d+")
+_QUOTES = "'" * 3
+"""Around the source of each kernel in a program."""
 
 _opened: dict[tuple[bytes, int | None], Compiled | Kinds] = {}
 """By a file's hash and its GPU. A program has no weights, and calls do not change it."""
@@ -119,10 +132,78 @@ def _without_a_copy(contents: bytes, gpu: int | None) -> Compiled | None:
         entry, kernels, arguments = pickle.loads(held)
         if kernels or arguments:  # which have to be put in their place
             return None
-        if gpu is not None and other_gpu.is_of_another(entry, gpu):
-            entry = other_gpu.read_for(held, gpu)
+        if gpu is not None and _is_of_another(entry, gpu):
+            entry = _read_for(held, gpu)
         entry.__deepcopy__ = lambda memo: entry
     except (ImportError, AttributeError, TypeError, ValueError) as error:
         log.info("Hybrid TRT: compiled files open more slowly with this torch (%s)", error)
         return None
     return deserialize_bundled_cache_entry(entry)
+
+
+def _is_of_another(entry: Any, gpu: int) -> bool:
+    """Tell whether what a file holds was compiled on another GPU than the one of this number."""
+    return any(int(found) != gpu for found in _GUARD.findall(entry.compiled_fw.result.source_code))
+
+
+def _read_for(contents: bytes, gpu: int) -> Any:
+    """Read the pickle of such a file for the GPU of this number."""
+    entry, _, _ = _Reader(contents, gpu).load()
+    graph = entry.compiled_fw.result
+    bundle = graph._triton_bundle
+    launched = set() if bundle is None else {tuner.cache_key for tuner in bundle.static_autotuners}
+    graph.source_code = _program_for(graph.source_code, gpu, launched)
+    graph.cache_key = f"{graph.cache_key}gpu{gpu}"  # a program of its own on disk
+    graph.device_idxs = type(graph.device_idxs)([gpu])
+    graph.constants = {name: held.to(torch.device("cuda", gpu)) if held.is_cuda else held
+                       for name, held in (graph.constants or {}).items()}  # fmt: skip
+    if bundle is not None:
+        kernels = [dataclasses.replace(one, device=gpu) for one in bundle.kernel_artifacts]
+        graph._triton_bundle = dataclasses.replace(bundle, kernel_artifacts=kernels)
+        for tuner in bundle.static_autotuners:
+            tuner.kernel.triton_meta["device"] = gpu
+            for compiled in tuner.kernel.compile_results:
+                compiled.compile_meta["device"] = gpu
+    return entry
+
+
+def _program_for(program: str, gpu: int, launched: set[str]) -> str:
+    """Return a program with the number of another GPU.
+
+    Args:
+        launched: keys of the kernels that are in the file; each is found by its source, which stays as it is.
+    """
+    from torch._inductor.async_compile import CompiledTritonKernels
+
+    pieces = program.split(_QUOTES)
+    for i, piece in enumerate(pieces):
+        if i % 2 == 0 or CompiledTritonKernels.key(piece) not in launched:
+            pieces[i] = _LAUNCHES.sub(rf"\g<before>{gpu}", piece)
+    return _QUOTES.join(pieces)
+
+
+class _Reader(pickle.Unpickler):
+    """Reads devices, and properties of one, as those of another GPU."""
+
+    def __init__(self, contents: bytes, gpu: int):
+        super().__init__(io.BytesIO(contents))
+        self._gpu = gpu
+
+    def find_class(self, module: str, name: str) -> Any:
+        from torch._inductor.runtime.hints import DeviceProperties
+
+        found, gpu = super().find_class(module, name), self._gpu
+        if found is torch.device:
+            return partial(_device, gpu)
+        if found is not DeviceProperties:
+            return found
+
+        class There(DeviceProperties):
+            def __new__(cls, type: str, index: int, *rest: Any) -> DeviceProperties:
+                return DeviceProperties(type, gpu, *rest)
+
+        return There
+
+
+def _device(gpu: int, kind: str, index: int | None = None) -> torch.device:
+    return torch.device(kind, gpu if kind == "cuda" and index is not None else index)

@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_aggregate, map_arg
 
-from .quantised_graph import KERNELS
+from .graph_passes import KERNELS
 
 aten = torch.ops.aten
 

@@ -23,16 +23,15 @@ from types import TracebackType
 
 from ...architectures import profile_words
 from ...architectures.shapes import PRECISIONS, SIZE_NAMES, RequestedSizes
-from ...backends import AUTO, backends, gpu_of
+from ...backends import AUTO, backends
 from ...backends.lookup import backends_for, refusals
 from ...comfy_model.hash_cache import source_changed
 from ...engine_library import BuildError, Library, LibraryError, Unavailable, fleet_key, trust, yardstick
 from ...engine_library.disk import free_bytes, gigabytes
+from ...engine_library.gpu import gpu_of
 from ...engine_library.inventory import Entry, delete, entries, select, verify
 from . import comfyui, doctor, workflows
 
-BACKENDS = ("tensorrt", "tensorrt_rtx", "torch", "onnxruntime")
-"""Those of ``backends()``, for a help text that imports none of them: help works in a Python without torch."""
 BAR_WIDTH = 24
 REDRAW_SECONDS = 0.1
 
@@ -97,7 +96,7 @@ def _parser() -> argparse.ArgumentParser:
                            help="default: what fits the model")  # fmt: skip
     build.add_argument("--precision", choices=(AUTO, *PRECISIONS), default=AUTO, help="default: what ComfyUI uses")
     build.add_argument("--backend", type=_backend_name, default=AUTO, metavar="NAME",
-                       help=f"default: as on the node; there are {', '.join(BACKENDS)}")  # fmt: skip
+                       help="default: as on the node; 'doctor' lists them")  # fmt: skip
     build.add_argument("--replaceable", action="store_true",
                        help="an engine for every checkpoint of this kind with any LoRA")  # fmt: skip
     build.add_argument("--force", action="store_true", help="build although the engine is there")

@@ -20,7 +20,7 @@ from ...architectures import profile_words
 from ...comfy_model.hash_cache import source_changed
 from ...engine_library import Fallback, Library, Reason, fleet_key, inventory, trust, yardstick
 from ...engine_library.disk import free_bytes, gigabytes, read_settings
-from ...engine_library.gpu_driver import driver_version
+from ...engine_library.gpu import driver_version, gpu_of
 from ...engine_library.manifest import PACK_VERSION
 from .privacy import SECRETS, hider
 
@@ -179,8 +179,10 @@ def _backends(device: torch.device) -> dict[str, Any]:
 
 def _backend(backend: Any, device: torch.device) -> str:
     """Say whether a backend serves and builds, and where it does not, why and what to install."""
-    if (refusal := backend.unavailable(device)) is not None:
-        return f"cannot serve: {refusal.detail}"
+    if (refusal := backend.cannot_run(device)) is not None:
+        lacking = backend.cannot_import()  # on another GPU too
+        more = "" if lacking in (None, refusal) else f"; and {lacking.detail}"
+        return f"cannot serve: {refusal.detail}{more}"
     text = f"serves, version {backend.version()}"
     refusal = backend.cannot_build(device)
     return text if refusal is None else f"{text}; cannot build: {refusal.detail}"
@@ -205,7 +207,6 @@ def _library(place: Place) -> Any:
 def _judges(place: Place) -> tuple[Callable, Callable, str]:
     """Return what judges engines here; where torch cannot be had, nothing runs."""
     try:
-        from ...backends import gpu_of
         from ...backends.lookup import refusals
 
         device = place.device()

@@ -69,12 +69,12 @@ def _graph_and_reference(task: Task, progress: Progress) -> tuple[Path, list[Cas
 def build(task: Task, progress: Progress) -> dict:
     """Let the backend build from the ONNX graph in the task's folder.
 
-    The task has ``onnx``, ``target``, ``profile``, ``any_weights``, ``level`` and the backend (see ``task``).
+    The task has ``onnx``, ``target``, ``profile``, ``any_weights``, ``options`` and the backend (see ``task``).
     """
     inputs, outputs = tensors_of(task)
     folder, profile = Path(task["folder"]), Profile.from_json(task["profile"])
     onnx, target, any_weights = folder / task["onnx"], task["target"], task["any_weights"]
-    request = BuildRequest(onnx, inputs, outputs, profile, folder, target, any_weights, task["level"])
+    request = BuildRequest(onnx, inputs, outputs, profile, folder, target, any_weights, task["options"])
     started = time.perf_counter()
     files = backend_of(task).build(request, progress)
     return {"files": list(files), "seconds": {"build": time.perf_counter() - started}}

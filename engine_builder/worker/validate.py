@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from ...backends import Progress
 from ...comfy_model.comfyui_shims import import_comfyui
 from ...engine_library import BuildError, Engine, Manifest, Reason, Unavailable, ValidationFailed, yardstick
-from ...engine_library.gpu_driver import driver_version
+from ...engine_library.gpu import driver_version
 from .task import Task, backend_of, function_of, tensors_of
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ const PHRASES = [
     [/accelerated:? (\d+) of (\d+) models?/i, "已加速 $1 个模型，共 $2 个"], [/, about ([\d.]+)x faster than without/, "，速度约为不用引擎时的 $1 倍"],
     [/; about ([\d.]+ m?s) at normal speed\.?/, "；约 $1 按原速运行。"], [/, (\d+) of (\d+) calls/, "，$2 次调用中有 $1 次"], [/; (\d+) calls? at normal speed\.?/, "；$1 次调用按原速运行。"], [/, ([\d.]+ m?s) in all/, "，共 $1"],
     [/-> Build (\d+) missing engines?/, "→ 构建 $1 个缺少的引擎"], [/-> Build for /, "→ 构建尺寸 "], ["-> ", "→ "],
-    [/(\d+) at normal speed/g, "$1 次按原速"], [/(\d+) on (onnxruntime|tensorrt_rtx|tensorrt|torch)\b/g, "$1 次由 $2 运行"], [/, ([\d.]+ m?s) each/g, "，每次 $1"], [" beside its ControlNets", "（与 ControlNet 并行）"],
+    [/(\d+) at normal speed/g, "$1 次按原速"], [/(?<=^|: )(\d+) on (\w+)/gm, "$1 次由 $2 运行"], [/, ([\d.]+ m?s) each/g, "，每次 $1"], [" beside its ControlNets", "（与 ControlNet 并行）"],
     [/, first ([\d.]+ m?s)/g, "，第一次 $1"], [/\(not compiled for (.+?): ran as a CUDA graph\)/, "（尚未为 $1 编译：以 CUDA 图运行）"], [/\(not compiled for (.+?): ran eagerly\)/, "（尚未为 $1 编译：未编译运行）"],
     ["did not run", "没有运行"], [/Slowest part: (.+) \((\d+) %\)/, "最慢的部分：$1（$2 %）"],
     [/No engine was asked for in this prompt: no TRT node lies before this one, or the sampler's result came from ComfyUI's cache\./, "此任务没有用到引擎：此节点之前没有 TRT 节点，或采样结果来自 ComfyUI 的缓存。"],
@@ -59,7 +59,7 @@ const PHRASES = [
     [/building the engine of (.+) with (\w+) needs about ([\d.]+ .B) of main memory and ([\d.]+ .B) are available/, "用 $2 构建 $1 的引擎约需 $3 内存，可用 $4"],
     [/checking the engine of (.+) with (\w+) needs about ([\d.]+ .B) of main memory and ([\d.]+ .B) are available/, "用 $2 检查 $1 的引擎约需 $3 内存，可用 $4"],
     [", so it was not started and the normal model keeps running; ", "，因此没有开始，普通模型继续运行；"], ["close other programs or unload ComfyUI's models, then build again", "请关闭其他程序或卸载 ComfyUI 的模型，然后重新构建"],
-    [/, or choose the backend onnxruntime, which needs ([\d.]+ .B)/, "，或选择后端 onnxruntime，它需要 $1"], [/memory did not suffice \((.+)\), so no engine was made and the normal model keeps running; /, "内存不足（$1），因此没有生成引擎，普通模型继续运行；"],
+    [/, or choose the backend (\w+), which needs ([\d.]+ .B)/, "，或选择后端 $1，它需要 $2"], [/memory did not suffice \((.+)\), so no engine was made and the normal model keeps running; /, "内存不足（$1），因此没有生成引擎，普通模型继续运行；"],
     ["close other programs, unload ComfyUI's models or choose smaller sizes, then build again", "请关闭其他程序、卸载 ComfyUI 的模型或选择更小的尺寸，然后重新构建"],
     [/the build with (\w+) took longer than the ([\d.]+) minutes that the settings allow, so it was ended and the normal model keeps running; /, "用 $1 构建的时间超过设置所允许的 $2 分钟，因此已结束，普通模型继续运行；"],
     ["raise that limit in Settings > Hybrid TRT, or choose fewer sizes on the engine node", "请在“设置 > Hybrid TRT”中提高上限，或在引擎节点上选择更少的尺寸"],
@@ -78,7 +78,7 @@ const PHRASES = [
     // an engine in figures
     [/up to (\d+) images/g, "最多 $1 张图像"], [/\b(\d+) images?\b/g, "$1 张图像"], [/(\d+) (?:to|-) (\d+) px/g, "$1 到 $2 像素"], [/(\d+) px/g, "$1 像素"], [/(\d+) tokens/g, "$1 词元"], [/\bbatch (\d+)/g, "批量 $1"],
     [/up to (\d+) latent frames/g, "最多 $1 个潜空间帧"], [/(\d+) latent frames?/g, "$1 个潜空间帧"], [/(\d+) control videos/g, "$1 个控制视频"],
-    ["takes any LoRA", "适用任意 LoRA"], [/\bother weights$/, "其他权重"], [" on live weights", "（实时权重）"], [/compiled for /, "已编译 "],
+    ["takes any LoRA", "适用任意 LoRA"], [/ is experimental: never run on a GPU by us/, " 为实验性：我们从未在 GPU 上运行过"], [/\bother weights$/, "其他权重"], [" on live weights", "（实时权重）"], [/compiled for /, "已编译 "],
 ];
 
 /** A text of the server's as people read it. */

@@ -14,11 +14,14 @@ const WIDGETS = {
 
 const labelled = (values) => values.map((value) => ({ text: valueLabel(value), value }));
 
-/** As ComfyUI's extensions declare settings; to be asked for once the families have offered their sizes. */
-export const settings = () => [
+/**
+ * As ComfyUI's extensions declare settings; to be asked for once the families have offered their sizes.
+ * @param {string[]} backends names of the backends, as the server sends them
+ */
+export const settings = (backends) => [
     setting("WhenMissing", "If no engine yet", labelled(["auto", "use native", "build now", "build in background"]), "auto"),
     setting("Sizes", "Picture size", Object.keys(PRESETS).map((key) => ({ text: presetName(key), value: key })), "presetFit"),
-    setting("Backend", "Backend", ["auto", "onnxruntime", "tensorrt", "tensorrt_rtx", "torch"], "auto"),
+    setting("Backend", "Backend", backends, "auto"),
     setting("Precision", "Precision", ["auto", "float16", "bfloat16", "float32"], "auto"),
     setting("Weights", "Engine is for", labelled(["built in", "replaceable"]), "built in"),
 ];

@@ -10,6 +10,7 @@ from built_once import built_once
 from hybrid_trt.architectures.calls import EngineCall
 from hybrid_trt.architectures.shapes import Picture, Profile, Range, sample_inputs
 from hybrid_trt.backends import backends
+from hybrid_trt.backends.tensorrt.version8.backend import OneSizeBackend
 from hybrid_trt.comfy_model.network import NativeNetwork
 from hybrid_trt.engine_library import Engine, Library
 from hybrid_trt.engine_library.engine import relative_error
@@ -31,7 +32,9 @@ def only(sizes: dict[str, int]) -> Profile:
 
 @pytest.fixture(autouse=True)
 def of_one_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(type(ORT), "one_size", True)
+    for name, method in vars(OneSizeBackend).items():
+        if not name.startswith("_"):
+            monkeypatch.setattr(type(ORT), name, method, raising=False)
 
 
 def handle_of(net: NativeNetwork, folder: Path, *pictures: Picture, backend: str = "onnxruntime") -> EngineHandle:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from hybrid_trt.architectures.image_latent import ANY, LatentSizes
 from hybrid_trt.architectures.shapes import Profile, RequestedSizes, Sizes
+from hybrid_trt.architectures.sizes import ANY, LatentSizes
 
 
 def profile_of(*asked: int, defaults: Sizes = ANY.sizes, **named: int) -> Profile:

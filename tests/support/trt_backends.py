@@ -11,9 +11,9 @@ import torch
 from hybrid_trt.backends import BuildRequest
 from hybrid_trt.backends.tensorrt import full as tensorrt_backend
 from hybrid_trt.backends.tensorrt import rtx as rtx_backend
-from hybrid_trt.backends.tensorrt.flavour import Gpu
 from hybrid_trt.engine_builder.worker.onnx_export import export_onnx
 from hybrid_trt.engine_library import EngineIdentity, Manifest
+from hybrid_trt.engine_library.gpu import Gpu
 from networks import PROFILE
 
 CUDA = torch.device("cuda", 0)

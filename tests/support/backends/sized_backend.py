@@ -25,6 +25,7 @@ class SizedBackend:
     runs_live_weights = True
     refits = False
     precisions = ("float32",)
+    notice = ""
 
     def version(self) -> str:
         return "1"
@@ -32,13 +33,16 @@ class SizedBackend:
     def target(self, device: Any) -> str:
         return "any"
 
-    def unavailable(self, device: Any) -> None:
+    def cannot_import(self) -> None:
+        return None
+
+    def cannot_run(self, device: Any) -> None:
         return None
 
     def cannot_build(self, device: Any) -> None:
         return None
 
-    def refuses(self, manifest: Any, device: Any) -> None:
+    def cannot_use(self, manifest: Any, device: Any) -> None:
         return None
 
     def writes(self, name: str) -> bool:

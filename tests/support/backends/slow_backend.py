@@ -26,6 +26,7 @@ class SlowBackend:
     runs_live_weights = False
     refits = False
     precisions = ("float16", "bfloat16", "float32")
+    notice = ""
 
     def version(self) -> str:
         return os.environ.get("HYBRID_TRT_TEST_VERSION", "1")
@@ -33,17 +34,23 @@ class SlowBackend:
     def target(self, device: Any) -> str:
         return "any"
 
-    def unavailable(self, device: Any) -> None:
+    def cannot_import(self) -> None:
+        return None
+
+    def cannot_run(self, device: Any) -> None:
         return None
 
     def cannot_build(self, device: Any) -> None:
         return None
 
-    def refuses(self, manifest: Any, device: Any) -> None:
+    def cannot_use(self, manifest: Any, device: Any) -> None:
         return None
 
     def writes(self, name: str) -> bool:
         return name in ("engine.slow", "parameters.json")
+
+    def options(self, settings: Any) -> dict:
+        return {}
 
     def build_memory(self, weights: int) -> int:
         return 0

@@ -166,6 +166,7 @@ class ToySizes:
     sizes = Sizes("Toy", 64, 128, 256)
     batch, prompt = "N", "L"
     free = {}
+    halved = ("N",)
     per_step = True
     symbols = {"N": Symbol("images"), "R": Symbol("rows", PIXELS, "px"), "C": Symbol("columns", PIXELS, "px"),
                "L": Symbol("words", of_picture=False), "P": Symbol("pictures", of_picture=False)}  # fmt: skip
@@ -179,7 +180,7 @@ class ToySizes:
     def examples(self, profile: Profile) -> Examples:
         small = profile.clamp({"N": 2, "R": 5, "C": 7, "L": 5, "P": 1})
         opt, most = profile.sizes("opt"), profile.sizes("max")
-        return Examples(small, [small, opt], [opt], [small, opt, most], [small, opt])
+        return Examples(small, [small, opt], [opt], [small, opt, most])
 
     def words(self, profile: Profile) -> str:
         return words_for(profile, self.symbols)

@@ -1,22 +1,4 @@
-"""TensorRT 8.6, where it differs from 10, 11 and RTX. It is the last version for Pascal and Volta cards.
-
-* Networks are weakly typed: ``float16`` allows half precision, and TensorRT picks per layer. Two things are kept in
-  float32 by name: GroupNorm, since its sums would overflow, and what the graph itself computes in float32 of an input,
-  which is the sines of the timestep. At t = 900 an angle in half precision is up to 0.25 off, and that alone costs up
-  to 4e-2 of a result (at t = 50 up to 3e-3). Before, engines were 7e-3 to
-  2.7e-2 from native on an H200, by what TensorRT had picked.
-* InstanceNormalization is a plugin that needs cuDNN 8, which torch no longer brings: it is written out instead. For
-  the same reason no tactic of cuBLAS or cuDNN is tried.
-* Its layer for norms is no way out: an engine for batch 1 to 2 took 36 ms with it and 14 with ours, at twice the error.
-  Nor is its plugin GroupNorm: on an H200 two calls were not the same to the bit, so a seed would not give the same
-  picture again, and its norms took 0.18 ms of a call's 3.7. With sums of each channel no build had ended in 8 minutes.
-* An engine is for one size. For batch 1 to 2 one could not be recorded as a CUDA graph, and a call took 14.1 ms; for
-  batch 2 alone 3.7 in another run (a ControlNet of SD1.5 at 512 on H200s: benchmarks/results/tensorrt86_h200.json).
-* It takes other weights at about 0.2 GB a second, with 16 threads no faster than with one: a LoRA on a UNet of 5 GB
-  takes 20 s. Its bindings keep Python's lock meanwhile, so ComfyUI's server does not answer.
-* There is neither a progress monitor nor bfloat16, contexts take their scratch memory in an older way, and weights
-  are given as numpy's arrays.
-"""
+"""Builds with TensorRT 8.6: a graph of its own, layers kept in float32, and a bar that time alone moves."""
 
 from __future__ import annotations
 
@@ -26,15 +8,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import torch
-
-from .. import Progress
-
-PRECISIONS = ("float16", "float32")
-
-BUILD_STACK = 512 << 20
-"""Bytes of stack: with the usual 8 MB a build of SD1.5's UNet with replaceable weights was ended by SIGSEGV, with these
-it was not (one build each, on H200s)."""
+from ... import BuildRequest, Progress
+from ..build import BuildSteps
 
 HALF_DONE = 3.0
 """Minutes after which a build counts as half done: a guess, since nobody knows how much there is to do."""
@@ -45,53 +20,20 @@ KEPT_FLOAT = "/kept_float32/"
 """In the names of nodes that compute in float32, whatever the precision."""
 
 
-def build_memory(weights: int) -> int:
-    """Main memory of a build, in bytes, read off builds of 0.7, 1.7 and 5.1 GB of weights."""
-    return int(max(5.9e9 + 3.4 * weights, 9 * weights - 4.3e9))
+class Version8Steps(BuildSteps):
+    """Its steps of a build."""
 
+    strongly_typed = False
 
-def is_version8(trt: ModuleType) -> bool:
-    """Tell whether a package is TensorRT 8; RTX counts from 1."""
-    return trt.__name__ == "tensorrt" and trt.__version__.startswith("8.")
+    def graph(self, request: BuildRequest) -> Path:
+        return own_graph(request.onnx, request.outputs[0].dtype)
 
+    def monitor(self, trt: ModuleType, progress: Progress) -> Monitor:
+        return Monitor(progress)
 
-def weights(trt: ModuleType, tensor: torch.Tensor) -> Any:
-    """A tensor on the CPU as weights for a refit; its values are read where they are."""
-    return trt.Weights(tensor.numpy())
-
-
-def scratch_bytes(engine: Any) -> int:
-    """Return what any call of an engine needs beside the weights."""
-    return engine.device_memory_size
-
-
-def context(engine: Any) -> _Context | None:
-    """An execution context without scratch memory of its own; None when there is no room for it."""
-    made = engine.create_execution_context_without_device_memory()
-    if made is None:
-        return None
-    if made.active_optimization_profile < 0:  # only an engine's first context has one by itself
-        stream = torch.cuda.current_stream()
-        made.set_optimization_profile_async(0, stream.cuda_stream)
-        stream.synchronize()
-    return _Context(made, engine.device_memory_size)
-
-
-class _Context:
-    """An execution context that takes scratch memory as those of later versions do."""
-
-    def __init__(self, context: Any, scratch_bytes: int):
-        self._context, self._bytes = context, scratch_bytes
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._context, name)
-
-    def update_device_memory_size_for_shapes(self) -> int:
-        """Bytes that the next call needs: always those of the largest one."""
-        return self._bytes
-
-    def set_device_memory(self, pointer: int, _size: int) -> None:
-        self._context.device_memory = pointer
+    def options(self, trt: ModuleType, request: BuildRequest, network: Any, monitor: Monitor) -> dict[str, Any]:
+        monitor.compiling()
+        return build_options(trt, network, half=any(spec.dtype == "float16" for spec in request.outputs))
 
 
 class Monitor:

@@ -1,14 +1,13 @@
-"""Quantised products in a traced network, in words that Inductor can fuse with what is around them.
-
-ComfyUI's kernels stay as they are, so that results are equal to native's, with two exceptions that are equal too:
-rounding to fp8 without a scale is one operation per element, and the product of fp8 matrices has an older name under
-which Inductor knows it.
-"""
+"""Passes over a traced network, before Inductor has it: quantised products, and the wait for inputs that come late."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch.fx import GraphModule, Node
+
+from ...sessions.cuda_capture import wait_at_point
 
 aten = torch.ops.aten
 
@@ -21,6 +20,18 @@ FP8 = {5: torch.float8_e4m3fn, 6: torch.float8_e5m2}
 _TENSORWISE = [0]
 """The only kind of scale, and of order in memory, that the older name has as one number for a tensor."""
 
+if not hasattr(torch.ops.hybrid_trt, "arrived"):  # a module that is loaded twice finds it there
+    _library = torch.library.Library("hybrid_trt", "FRAGMENT")
+    _library.define("arrived(Tensor before, Tensor(a!)[] late) -> ()")
+
+    @torch.library.impl(_library, "arrived", "CompositeExplicitAutograd")
+    def _arrived(before: torch.Tensor, late: list[torch.Tensor]) -> None:
+        wait_at_point()
+
+    @torch.library.register_fake("hybrid_trt::arrived", lib=_library)
+    def _fake_arrived(before: torch.Tensor, late: list[torch.Tensor]) -> None:
+        pass
+
 
 def has_quantised(function: torch.nn.Module) -> bool:
     """Tell whether a network has layers with quantised weights, or ones that multiply in fp8."""
@@ -29,8 +40,13 @@ def has_quantised(function: torch.nn.Module) -> bool:
     return any(hasattr(layer, "quant_format") or multiplies_in_fp8(layer) for layer in function.modules())
 
 
-def write_out(network: GraphModule) -> None:
-    """Write such operations out, in place."""
+def write_out_quantised(network: GraphModule) -> None:
+    """Write quantised products out in words that Inductor can fuse with what is around them, in place.
+
+    ComfyUI's kernels stay as they are, so that results are equal to native's, with two exceptions that are equal too:
+    rounding to fp8 without a scale is one operation per element, and the product of fp8 matrices has an older name
+    under which Inductor knows it.
+    """
     for node in list(network.graph.nodes):
         if str(node.target) == f"{KERNELS}.quantize_fp8.default":
             _round_without_a_scale(network, node)
@@ -109,3 +125,20 @@ def _multiply_by_the_older_name(network: GraphModule, node: Node) -> None:
         product = network.graph.call_function(aten._scaled_mm.default, arguments)
     product.meta["val"] = node.meta["val"]
     node.replace_all_uses_with(product)
+
+
+def wait_where_needed(graph: GraphModule, late: Sequence[Node]) -> None:
+    """Have a traced network wait for late inputs, once what it computes without them is there.
+
+    The operation says that it writes to them, though others do. That, and the tensor that the first of them meets, are
+    what ties Inductor to this order: it is free in any other.
+    """
+    used = [node for node in late if node.users]
+    users = {user for node in used for user in node.users}
+    first = next((node for node in graph.graph.nodes if node in users), None)
+    meets = next((node for node in first.all_input_nodes if node not in used), None) if first is not None else None
+    if meets is None or meets.op == "placeholder":  # nothing to do meanwhile
+        return
+    with graph.graph.inserting_before(first):
+        graph.graph.call_function(torch.ops.hybrid_trt.arrived.default, (meets, used))
+    graph.recompile()

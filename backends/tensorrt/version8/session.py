@@ -2,115 +2,49 @@
 
 from __future__ import annotations
 
-import logging
 import weakref
 from collections.abc import Hashable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 
-from ...architectures import architectures, profile_words
-from ...architectures.calls import AsyncInputs, UncoveredCall
-from ...architectures.shapes import Profile, Shape
-from ...engine_library import Engine, Fallback, Reason, Unavailable
-from ...sessions.file_session import FileSession
-from ...sessions.session import BROKEN, refusal_of, refuse, shared
+from ....architectures import architectures, profile_words
+from ....architectures.calls import AsyncInputs, UncoveredCall
+from ....architectures.shapes import Profile, Shape
+from ....engine_library import Fallback, Reason, Unavailable
+from ....sessions.choice import SessionChoice
+from ....sessions.file_session import FileSession
+from ....sessions.session import shared
 
 if TYPE_CHECKING:
     from comfy.model_patcher import ModelPatcher
 
-    from ...comfy_model.network import NativeNetwork
-
-log = logging.getLogger(__name__)
+    from ....comfy_model.network import NativeNetwork
 
 MAX_CHOICES = 64
 """Sets of shapes whose engine is remembered."""
 
 
-class OneSizeSession:
-    """Sessions of one backend's engines with the same weights; see ``Session``.
+class OneSizeSession(SessionChoice):
+    """Sessions of one backend's engines with the same weights.
 
-    The first engine is of the size that the node asks for. The others open when a call of their size comes; the one
+    The first engine is of the size that the node asks for. The others open when a call of their size comes; the engine
     that was used longest ago then closes. A call that no engine is for goes to the first, which says why it cannot
-    take it. An engine that cannot be opened leaves the others in service.
-
-    Attributes:
-        active: the session that served last.
+    take it.
     """
 
-    refusal: str | None = None
-    takes_late = False
+    sessions: tuple[FileSession, ...]
 
     def __init__(self, sessions: Sequence[FileSession], most_open: int):
-        self.sessions = tuple(sessions)
+        super().__init__(sessions)
         self._most_open = most_open
         self._used = [*(session for session in sessions[1:] if session.loaded), sessions[0]]  # the latest last
         self._choices: dict[tuple[Shape, ...], FileSession] = {}
-        self._broken: dict[FileSession, Fallback] = {}
         self._of: tuple[weakref.ref[NativeNetwork], weakref.ref[ModelPatcher]] | None = None
-        self._following: FileSession | None = None
-
-    @property
-    def active(self) -> FileSession:
-        return self._used[-1]
-
-    @property
-    def engines(self) -> list[Engine]:
-        return [session.engine for session in self.sessions]
-
-    @property
-    def parts(self) -> frozenset[FileSession]:
-        return frozenset(self.sessions)
-
-    @property
-    def follows_patches(self) -> bool:
-        return self.active.follows_patches
-
-    @property
-    def joins_stacks(self) -> bool:
-        return self.active.joins_stacks
-
-    @property
-    def stream(self) -> torch.cuda.Stream | None:
-        return self.active.stream
-
-    @property
-    def loaded(self) -> bool:
-        return any(session.loaded for session in self.sessions)
-
-    @property
-    def bytes(self) -> int:
-        return sum(session.bytes for session in self.sessions if session.loaded) or self.active.bytes
-
-    def begin_run(self, patcher: ModelPatcher) -> None:
-        for session in [one for one in self._broken if refusal_of(one.engine) is None]:
-            del self._broken[session]  # it was built again
-        for session in self.sessions:
-            session.begin_run(patcher)
 
     def sync_from(self, network: NativeNetwork, patcher: ModelPatcher) -> None:
         self._of = weakref.ref(network), weakref.ref(patcher)
-        self.active.sync_from(network, patcher)
-        self._following = self.active
-
-    def owns_weights(self, patcher: ModelPatcher) -> bool:
-        return self.active.owns_weights(patcher)
-
-    def load(self) -> None:
-        while True:
-            try:
-                self.active.load()
-                return
-            except Unavailable as unavailable:
-                self._leave_out(self.active, unavailable)
-
-    def unload(self) -> None:
-        for session in self.sessions:
-            session.unload()
-
-    def serves(self, sizes: Mapping[str, int]) -> Fallback | None:
-        refusals = [self._broken.get(session) or session.serves(sizes) for session in self.sessions]
-        return None if None in refusals else refusals[0]
+        self._chosen.sync_from(network, patcher)
 
     def run(
         self,
@@ -127,16 +61,16 @@ class OneSizeSession:
             self._choices[shapes] = chosen
         if chosen in self._broken:
             raise self._is_broken(chosen)
-        if chosen is not self.active:
+        if chosen is not self._chosen:
             self._use(chosen)
-        if chosen is not self._following:
             self._follow(chosen)
         try:
             return chosen.run(given, extras)
         except Unavailable as unavailable:
             if unavailable.fallback.reason is Reason.SHAPE_OUTSIDE_PROFILE:
                 raise self._uncovered(unavailable.fallback) from unavailable
-            raise self._leave_out(chosen, unavailable) from unavailable
+            self._leave_out(chosen, unavailable)
+            raise self._is_broken(chosen) from unavailable
 
     def _choose(self, given: Mapping[str, torch.Tensor]) -> FileSession:
         for session in self.sessions:
@@ -148,7 +82,6 @@ class OneSizeSession:
     def _follow(self, session: FileSession) -> None:
         network, patcher = (reference() for reference in self._of)
         session.sync_from(network, patcher)
-        self._following = session
 
     def _use(self, session: FileSession) -> None:
         """Make a session the latest, and close the one that was used longest ago where it would be one too many."""
@@ -156,6 +89,7 @@ class OneSizeSession:
         while len(self._used) >= self._most_open:
             self._used.pop(0).unload()
         self._used.append(session)
+        self._chosen = self._served = session
 
     def _uncovered(self, fallback: Fallback) -> Unavailable:
         """The error for a call that an engine of its own size would serve."""
@@ -165,21 +99,9 @@ class OneSizeSession:
         uncovered = UncoveredCall(frozenset(call.items()), words, "native")
         return Unavailable(fallback.reason, fallback.detail, sizes=fallback.sizes, uncovered=uncovered)
 
-    def _leave_out(self, session: FileSession, unavailable: Unavailable) -> Unavailable:
-        """Go on without an engine that is broken, and return the error for its calls.
-
-        Raises:
-            Unavailable: as given, where the engine is not broken or no other is left.
-        """
-        others = [one for one in self.sessions if one is not session and one not in self._broken]
-        if unavailable.fallback.reason not in BROKEN or not others:
-            raise unavailable
-        refuse(session.engine, unavailable.fallback.detail)
-        session.unload()
-        self._broken[session] = unavailable.fallback
-        self._used = [used for used in self._used if used is not session] or others[:1]
-        log.warning("Hybrid TRT: %s; the other engines of this network go on", unavailable)
-        return self._is_broken(session)
+    def _leave_out(self, session: FileSession, unavailable: Unavailable) -> None:
+        super()._leave_out(session, unavailable)
+        self._use(self._chosen)
 
     def _is_broken(self, session: FileSession) -> Unavailable:
         fallback = self._broken[session]

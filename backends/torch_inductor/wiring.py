@@ -1,0 +1,38 @@
+"""Verdict on compiled blocks in their network: the first call of an engine on a machine is compared with a plain run.
+
+A build compares each kind of block alone, without the network's weights. Whether every block has its own inputs and
+weights shows in a whole call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from ...engine_library import Engine, trust
+
+FIGURE = "wiring"
+"""Name of the error among the figures of an engine's record."""
+LIMITS = {"float32": 1e-3}
+HALF = 0.1
+"""Limit in half precision, where rounding alone gives up to 0.03. A block with another's weights gives more."""
+
+
+class Miswired(Exception):
+    """Error of compiled blocks that compute something else than their network."""
+
+
+def judge_of(engine: Engine) -> Callable[[float], None] | None:
+    """Return what judges an engine by the error of its first call; None where an earlier call was compared."""
+    if FIGURE in trust.figures(engine):
+        return None
+
+    def judge(error: float) -> None:
+        precision = engine.manifest.identity.precision
+        if not error <= LIMITS.get(precision, HALF):
+            raise Miswired(f"its blocks together differ from the normal model by {error:.1e}")
+        if (record := trust.record_of(engine)) is not None:
+            figures = {**trust.figures(engine), FIGURE: error}
+            trust.keep(engine.folder, engine.manifest, replace(record, parity=figures))
+
+    return judge
