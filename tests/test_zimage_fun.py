@@ -62,6 +62,17 @@ def test_calls_of_each_version_give_natives_result(version: str) -> None:
         check_call(net, number, strength)
 
 
+def test_the_first_version_behind_the_engine_node_gives_natives_picture_and_a_reason(
+    model: ModelPatcher, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine, companion = FUN.patched(model, tmp_path), fun.control(**fun.VERSIONS["1"][1])
+    expected = FUN.prompt.sample(fun.with_fun(model, companion))
+    assert relative_error(FUN.prompt.sample(model), expected) > 100 * LIMIT
+    assert relative_error(FUN.prompt.sample(fun.with_fun(engine.model, companion)), expected) <= LIMIT
+    assert engine.counts == (0, FUN.prompt.calls)
+    assert f"{Reason.MODEL_PATCHED.value}: {FUN.place}" in caplog.text
+
+
 @pytest.mark.parametrize("dtype", [pytest.param(torch.bfloat16, marks=pytest.mark.slow), torch.float8_e4m3fn])
 def test_a_patch_stored_in_fewer_bits_is_cast_as_native_casts_it(dtype: torch.dtype) -> None:
     check_call(fun.network(zimage.network(n_layers=16), fun.control(dtype=dtype, **TWO_ONE)), 0)

@@ -30,11 +30,14 @@ def for_each(names: str, cases: Callable[[Family], Iterable[Any]]) -> Callable[[
     def parametrised(test: Callable) -> Callable:
         found = []
         for family in FAMILIES:
+            slow = set(family.slow.get(test.__name__, ()))
             for case in cases(family):
                 values = case if isinstance(case, tuple) else (case,)
                 words = ", ".join(str(one).removeprefix("torch.") for one in values if not isinstance(one, dict))
-                marks = [pytest.mark.slow] * (words in family.slow.get(test.__name__, ()))
+                marks = [pytest.mark.slow] * (words in slow)
                 found.append(pytest.param(family, *values, id=f"{family}: {words}", marks=marks))
+                slow.discard(words)
+            assert not slow, f"cases that {family} does not have"
         return pytest.mark.parametrize(("family", *names.split()), found)(test)
 
     return parametrised

@@ -160,4 +160,8 @@ FAMILY = Family(
         "original": {"B": 2, "F": 3, "R": 4, "C": 3, "T": 97},
         "a still picture, text by byT5": {"B": 4, "F": 1, "R": 5, "C": 7, "T": 97, "G": 33},
     },
+    slow={
+        "test_one_engine_of_onnx_runtime_serves_all_calls": (SR, VIDEO, IMAGE, REFINER),
+        "test_whole_prompts_are_natives": [f"{file}, onnxruntime" for file in CHANNELS],
+    },
 )  # fmt: skip
