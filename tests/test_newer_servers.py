@@ -17,7 +17,6 @@ import token_calls
 import token_networks
 import torch
 import torch.nn.functional as F
-import wan_calls
 import zimage
 from comfy.quant_ops import QUANT_ALGOS, QuantizedTensor
 from comfy_kitchen.registry import registry
@@ -41,6 +40,7 @@ from hybrid_trt.sampling.engine_handle import EngineChoice, EngineHandle
 from hybrid_trt.sampling.engine_status import status
 from hybrid_trt.sampling.model_wrapper import patch_model
 from memory_fixtures import file, library
+from model_families import wan
 from patched import Patched, load, sampling_node
 from quantised import UNSERVED, quantised_state
 from safetensors.torch import load_file, save_file
@@ -54,9 +54,9 @@ LIMIT = 1e-5
 QWEN, KREA = QWEN_IMAGE["joint_attention_dim"], KREA2["txtlayers"] * KREA2["txtdim"]
 
 DRAWN: dict[str, Callable[[NativeNetwork], dict[str, Any]]] = {
-    "tiny_wan": lambda _: wan_calls.CALLS["several frames"].drawn(),
-    "tiny_wan_i2v": lambda _: wan_calls.CALLS["a picture"].drawn(),
-    "tiny_wan_vace": lambda _: wan_calls.CALLS["a control video"].drawn(),
+    "tiny_wan": lambda net: wan.FAMILY.calls["several frames"].drawn(net),
+    "tiny_wan_i2v": lambda net: wan.FAMILY.calls["a picture"].drawn(net),
+    "tiny_wan_vace": lambda net: wan.FAMILY.calls["a control video"].drawn(net),
     "tiny_zimage": lambda _: zimage.call(8, 6, 2),
     "tiny_flux1_unet": lambda net: flux_networks.call(net, (12, 8), 2),
     "tiny_qwen_image": lambda _: token_calls.Call(2, (13, 11), 30).drawn(QWEN),
@@ -182,12 +182,12 @@ def test_formats_of_four_bits_run_native_with_a_reason(models: dict[str, Path], 
         pytest.skip(f"this ComfyUI has no {kind}")
     profile = token_calls.profile_of(token_calls.network_of(models, "tiny_wan"))
     net = network_of(models, tmp_path, "tiny_wan", name)
-    expected = token_calls.sample(net.patcher, wan_calls.WIDTH)
+    expected = token_calls.sample(net.patcher, wan.WIDTH)
     plain = token_networks.load(str(models["tiny_wan"]))
-    assert error(token_calls.sample(plain, wan_calls.WIDTH), expected) > 1e-3, "quantisation acts"
+    assert error(token_calls.sample(plain, wan.WIDTH), expected) > 1e-3, "quantisation acts"
     handle = EngineHandle.look_up(net, EngineChoice(profile, backend="torch"), Library([tmp_path]), "node")
     with sampling_node():
-        assert error(token_calls.sample(patch_model(net.patcher, handle), wan_calls.WIDTH), expected) == 0
+        assert error(token_calls.sample(patch_model(net.patcher, handle), wan.WIDTH), expected) == 0
     assert handle.stats.engine == 0 < handle.stats.native
     assert list(handle.stats.reasons) == [Reason.UNSUPPORTED_MODEL.value]
     assert f"quantised layers in the format {QUANT_ALGOS[kind]['comfy_tensor_layout']}".removesuffix("Layout") in (
@@ -232,9 +232,9 @@ def test_a_compiled_int8_wan_serves_loras_with_natives_pictures(models: dict[str
         patcher, native = patch_model(net.patcher, handle), net.patcher.clone()
         for one in (patcher, native):
             one.add_patches(patches, 0.8)
-        sampled = [token_calls.sample(native, wan_calls.WIDTH, words=(9, 9), cfg=1.0)]
+        sampled = [token_calls.sample(native, wan.WIDTH, words=(9, 9), cfg=1.0)]
         with sampling_node():
-            sampled.append(token_calls.sample(patcher, wan_calls.WIDTH, words=(9, 9), cfg=1.0))
+            sampled.append(token_calls.sample(patcher, wan.WIDTH, words=(9, 9), cfg=1.0))
         assert (handle.stats.engine, handle.stats.native) == (3, 0), handle.stats.reasons
         assert handle.session.uncovered is None, "the file served"
         assert error(*sampled) <= 5e-3, "a last bit may change a code"

@@ -1,87 +1,29 @@
-"""InstantX's ControlNets for Qwen-Image: each call and whole prompts equal native's, also beside references."""
+"""InstantX's ControlNets for Qwen-Image: whole prompts equal native's, also beside references."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import token_networks
 import torch
 from comfy.controlnet import ControlNet
-from hybrid_trt.architectures.calls import Unsupported
-from hybrid_trt.backends import backends
-from hybrid_trt.backends.torch_inductor.session import LiveSession
+from family_contract import LIMIT
 from hybrid_trt.comfy_model.network import NativeNetwork
 from hybrid_trt.engine_library import Library
-from hybrid_trt.engine_library.engine import relative_error
 from hybrid_trt.sampling.controlnet import back_with_engine
 from hybrid_trt.sampling.engine_handle import EngineChoice, EngineHandle
-from hybrid_trt.sessions.file_session import FileSession
-from tiny_transformers import QWEN_IMAGE
-from token_calls import Call, Patched, engine_of, network_of, profile_of, sample
+from model_families.qwen_image import FILE as MODEL
+from model_families.qwen_image import WIDTH
+from model_families.qwen_image_controlnet import FILE
+from token_calls import Patched, engine_of, network_of, profile_of, sample
 
 from sampling import error
-
-CPU = torch.device("cpu")
-LIMIT = 1e-5
-MODEL, FILE, WIDTH = "tiny_qwen_image", "tiny_qwen_image_control", QWEN_IMAGE["joint_attention_dim"]
-CALLS = {"plain": Call(), "odd sides, a batch": Call(2, (13, 11), 30), "a prompt of one token": Call(words=1)}
 
 
 def loaded(models: dict[str, Path]) -> ControlNet:
     return token_networks.load_control(str(models[FILE]))
-
-
-@pytest.fixture
-def network(models: dict[str, Path]) -> NativeNetwork:
-    return NativeNetwork.of_controlnet(loaded(models), FILE)
-
-
-def drawn(call: Call, hints: int = 1, seed: int = 1) -> dict[str, Any]:
-    given = call.drawn(WIDTH, seed)
-    return given | {"hint": torch.randn(hints, *given["x"].shape[1:], generator=torch.Generator().manual_seed(seed))}
-
-
-def worst_of(network: NativeNetwork, session: Any, call: dict[str, Any]) -> float:
-    """Return the largest error of a residual; which places they have is native's too."""
-    bound = network.architecture().binding(network.module)(call)
-    with torch.inference_mode():
-        native = network.module(**call)
-        result = bound.finish(session.run(bound.inputs))
-    assert result.keys() == native.keys() == {"input"}
-    assert len(result["input"]) == len(native["input"]) == 60
-    return max(relative_error(one, other) for one, other in zip(result["input"], native["input"], strict=True))
-
-
-@pytest.mark.parametrize("name", CALLS)
-def test_each_call_on_live_weights_is_natives(network: NativeNetwork, name: str) -> None:
-    session = LiveSession(network, backends()["torch"], "float32")
-    for hints in {1, CALLS[name].batch}:
-        assert worst_of(network, session, drawn(CALLS[name], hints)) <= LIMIT
-    first, second = (network.module(**drawn(CALLS[name], seed=seed) | drawn_without_hint(name)) for seed in (1, 2))
-    assert relative_error(first["input"][0], second["input"][0]) > 0.01, "the hint acts"
-
-
-def drawn_without_hint(name: str) -> dict[str, Any]:
-    return CALLS[name].drawn(WIDTH)
-
-
-def test_one_engine_of_onnx_runtime_serves_all_calls(network: NativeNetwork, tmp_path: Path) -> None:
-    session = FileSession(engine_of(network, tmp_path), backends()["onnxruntime"].load, CPU)
-    assert max(worst_of(network, session, drawn(call)) for call in CALLS.values()) <= LIMIT
-
-
-@pytest.mark.parametrize(("change", "reason"), [
-    ({"attention_mask": torch.ones(1, 9)}, "attention_mask"),
-    ({"guidance": torch.ones(1)}, "guidance"),
-    ({"x": torch.zeros(1, 16, 3, 8, 6)}, "several pictures in a row"),
-    ({"hint": torch.zeros(1, 16, 3, 8, 6)}, "several pictures in a row"),
-])  # fmt: skip
-def test_what_no_engine_takes_is_a_reason(network: NativeNetwork, change: dict[str, Any], reason: str) -> None:
-    with pytest.raises(Unsupported, match=reason):
-        network.architecture().binding(network.module)(drawn(Call()) | change)
 
 
 def encode(pixels: torch.Tensor) -> torch.Tensor:

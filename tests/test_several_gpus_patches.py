@@ -22,7 +22,7 @@ import zimage
 from comfy.model_patcher import ModelPatcher
 from comfy.patcher_extension import WrappersMP
 from comfy.utils import load_torch_file
-from fun_sampling import GIVEN, TWO_ONE
+from fun import GIVEN, TWO_ONE
 from given_frames import Given, apart, image, prompts, streamed
 from hybrid_trt.backends.torch_inductor.session import LiveSession
 from hybrid_trt.comfy_model import patches_on_gpus
@@ -33,7 +33,7 @@ from hybrid_trt.sampling.model_wrapper import KEY
 from hybrid_trt.streaming.frames import Frame
 from hybrid_trt.streaming.settings import Settings
 from hybrid_trt.streaming.stream import Stream
-from lllite_sampling import TOGETHER, WIDTH
+from lllite import TOGETHER, WIDTH
 from memory_fixtures import file, nothing_loaded
 from patched import Patched, gone, load
 from second_device import SECOND, split, two_devices

@@ -195,15 +195,15 @@ ALL = {f"all of {name}": (name, kind.scenarios) for name, kind in KINDS.items() 
 ELSEWHERE = {
     "SD1.5 and SD2", "SDXL",  # ``test_parity.py``
     "inpainting and instruct-pix2pix UNets", "union ControlNets",  # further below
-    "Qwen-Image and Qwen-Image-Edit",  # ``test_qwen_image.py``
-    "Krea 2",  # ``test_krea2.py``
-    "Anima",  # ``test_anima.py``
-    "Anima with LLLite",  # ``test_anima_lllite.py``
-    "Wan 2.1 and 2.2 (text and image to video)", "VACE of Wan",  # ``test_wan.py``
-    "HunyuanVideo 1.5", "HunyuanVideo, HunyuanImage 2.1",  # ``test_hunyuan_video.py``
+    "Qwen-Image and Qwen-Image-Edit",  # ``test_family_prompts.py``
+    "Krea 2",  # ``test_family_prompts.py``
+    "Anima",  # ``test_family_prompts.py``
+    "Anima with LLLite",  # ``test_absorbed_patches.py``
+    "Wan 2.1 and 2.2 (text and image to video)", "VACE of Wan",  # ``test_family_prompts.py``
+    "HunyuanVideo 1.5", "HunyuanVideo, HunyuanImage 2.1",  # ``test_family_prompts.py``
     "Flux.1 (dev, schnell, Kontext, Fill)",  # ``test_flux_prompts.py``
-    "Z-Image, Turbo and base",  # ``test_zimage_patches.py``
-    "Z-Image with Fun control",  # ``test_zimage_fun.py``
+    "Z-Image, Turbo and base",  # ``test_family_prompts.py``
+    "Z-Image with Fun control",  # ``test_absorbed_patches.py``
     "int8 checkpoints (`comfy_quant`)",  # further below
     "fp8 checkpoints (`comfy_quant`, `scaled_fp8`)",  # ``test_flux_prompts.py``, ``test_quantised_engines.py``
     "Control-LoRAs",  # ``test_fallback.py``

@@ -13,7 +13,13 @@ from hybrid_trt.comfy_model.network import NativeNetwork
 from tiny_fun import VERSIONS, PictureAsLatent, control
 from tiny_transformers import let_comfyui_load_zimage
 
-__all__ = ["VERSIONS", "PictureAsLatent", "control", "model", "network", "picture", "with_fun"]
+__all__ = ["GIVEN", "STEPS", "TWO_ONE", "VERSIONS", "A", "B", "C", "PictureAsLatent", "control", "model", "network",
+           "picture", "with_fun"]  # fmt: skip
+
+STEPS = 2
+A, B, C = zimage.prompts(20, 31, 70)
+GIVEN = [[A, {}]], [[B, {}]]
+TWO_ONE = VERSIONS["2.1"][1]
 
 
 def picture(seed: int = 2, height: int = 64, width: int = 48, images: int = 1) -> torch.Tensor:
@@ -30,10 +36,11 @@ def with_fun(
     return ZImageFunControlnet().diffsynth_controlnet(model, patch, vae, image, strength, **options)[0]
 
 
-def model(layers: int = 16) -> ModelPatcher:
-    """A MODEL with so many layers, as ComfyUI's loader makes it."""
+def model(layers: int = 16, dtype: torch.dtype | None = None) -> ModelPatcher:
+    """A MODEL with so many layers, as ComfyUI's loader makes it; ``dtype`` is what its weights are to be."""
     let_comfyui_load_zimage()
-    return comfy.sd.load_diffusion_model_state_dict(zimage.network(n_layers=layers).module.state_dict())
+    return comfy.sd.load_diffusion_model_state_dict(
+        zimage.network(n_layers=layers).module.state_dict(), model_options={} if dtype is None else {"dtype": dtype})
 
 
 def network(base: NativeNetwork, patch: ModelPatcher, **options: Any) -> NativeNetwork:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import comfy.model_management
 import comfy.ops
@@ -16,7 +15,10 @@ from comfy_extras.nodes_model_patch import AnimaLLLiteApply
 from hybrid_trt.comfy_model.network import NativeNetwork
 
 CPU = torch.device("cpu")
-BASE, FILE = "tiny_anima", "tiny_anima_lllite"
+WIDTH = 1024
+TOGETHER = {"words": (12, 12)}
+"""Prompts of one length, as ComfyUI makes them for Anima: one call a step."""
+BASE, FILE, OTHER = "tiny_anima", "tiny_anima_lllite", "tiny_anima_lllite_other"
 
 
 def image(seed: int = 2, height: int = 72, width: int = 48, images: int = 1) -> torch.Tensor:
@@ -52,8 +54,3 @@ def anima(models: dict[str, Path], dtype: torch.dtype | None = None) -> ModelPat
 def network(model: ModelPatcher) -> NativeNetwork:
     """The network that an engine node behind a model sees."""
     return NativeNetwork.of_model(model, BASE)
-
-
-def given(model: ModelPatcher, call: dict[str, Any]) -> dict[str, Any]:
-    """A call with the model's patches."""
-    return {**call, "transformer_options": model.model_options["transformer_options"]}

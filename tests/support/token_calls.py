@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -54,8 +54,8 @@ class Call:
         return call | self.more
 
 
-def network_of(models: dict[str, Path], file: str) -> NativeNetwork:
-    return NativeNetwork.of_model(token_networks.load(str(models[file])), file)
+def network_of(models: Mapping[str, Path], file: str, dtype: torch.dtype | None = None) -> NativeNetwork:
+    return NativeNetwork.of_model(token_networks.load(str(models[file]), dtype), file)
 
 
 def profile_of(network: NativeNetwork) -> Profile:
@@ -122,7 +122,18 @@ class Patched:
         return self.handle.stats.engine, self.handle.stats.native
 
 
+def uneven(found: torch.Tensor) -> torch.Tensor:
+    """Change features unevenly: a norm behind them does not undo it."""
+    return found * torch.linspace(0.5, 1.5, found.shape[-1])
+
+
 def replace_attention(model: ModelPatcher) -> None:
     """Have all layers compute another attention."""
     model.model_options["transformer_options"]["optimized_attention_override"] = (
-        lambda native, *args, **kwargs: native(*args, **kwargs) * 1.5)  # fmt: skip
+        lambda native, *args, **kwargs: uneven(native(*args, **kwargs)))  # fmt: skip
+
+
+def replace_block(model: ModelPatcher, kind: str = "double_block") -> None:
+    """Have the first block of a kind change its picture."""
+    model.set_model_patch_replace(lambda given, more: {
+        **(out := more["original_block"](given)), "img": uneven(out["img"])}, "dit", kind, 0)  # fmt: skip
