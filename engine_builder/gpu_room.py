@@ -19,7 +19,7 @@ from server import PromptServer
 log = logging.getLogger(__name__)
 
 POLL = 0.2
-PATIENCE = 20.0
+UNLOAD_SECONDS = 20.0
 """Seconds that ComfyUI gets for unloading; a build goes on without."""
 FLAG = "unload_models"
 """ComfyUI's own word for it, as its menu sends it."""
@@ -53,7 +53,7 @@ def make_room(device: torch.device, tell: Callable[[str], None]) -> None:
                     flagged = True
             tell("waiting for the running prompt")
             unloaded.wait(POLL)
-        deadline = time.monotonic() + PATIENCE
+        deadline = time.monotonic() + UNLOAD_SECONDS
         while not unloaded.is_set() and _holds_models(device) and time.monotonic() < deadline:
             if queue.get_tasks_remaining():
                 break  # the next prompt has begun: it loads models, and ComfyUI sees what the build takes

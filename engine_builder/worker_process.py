@@ -31,7 +31,7 @@ STARTING = "starting"
 
 STILL, BUSY = 600.0, 1.0
 """A child that tells nothing and takes less than ``BUSY`` seconds of processor time in ``STILL`` seconds hangs."""
-PATIENCE = 10.0
+KILL_SECONDS = 10.0
 """Seconds that a killed child gets; later builds do not wait for longer."""
 LOOK = 2.0
 """Seconds between looks at its processor time."""
@@ -188,7 +188,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
         else:
             os.killpg(process.pid, signal.SIGKILL)
     with contextlib.suppress(subprocess.TimeoutExpired):  # one that waits for a disk ends when that answers
-        process.wait(PATIENCE)
+        process.wait(KILL_SECONDS)
     for pipe in (process.stdin, process.stdout, process.stderr):
         with contextlib.suppress(OSError):
             pipe.close()

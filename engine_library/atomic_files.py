@@ -26,7 +26,7 @@ TEMPORARY = ".tmp-"
 ABANDONED = 3600.0
 """Seconds after which such a file belongs to nobody any more."""
 WINDOWS = os.name == "nt"
-PATIENCE = 2.0
+RENAME_SECONDS = 2.0
 """Seconds in which a reader or a virus scanner has to let go of a file; elsewhere nobody can hold one."""
 
 
@@ -111,7 +111,7 @@ def sweep_temporaries(folder: Path) -> None:
 
 
 def _patiently(rename: Callable[[], None]) -> None:
-    deadline = time.monotonic() + PATIENCE
+    deadline = time.monotonic() + RENAME_SECONDS
     while True:
         try:
             return rename()

@@ -91,17 +91,17 @@ def _entry(path: Path, name: str, usable: Usable, stale: Stale, gpu: str) -> Ent
     folder, engine = path.parent, None
     try:
         engine = Engine(folder, Manifest.read(path))
-        flaw = Library.why_unusable(engine, usable, gpu) or stale(engine)
+        fault = Library.why_unusable(engine, usable, gpu) or stale(engine)
     except ManifestError as error:
-        flaw = Fallback(Reason.BROKEN_ENGINE, str(error))
+        fault = Fallback(Reason.BROKEN_ENGINE, str(error))
     except Exception as error:  # of a backend, for example; the other engines are listed all the same
         log.warning("Hybrid TRT: %s could not be looked at, so it is listed as broken.", folder, exc_info=True)
         what = f"{folder.name} could not be looked at ({type(error).__name__}: {error}); the log has the whole error"
-        flaw = Fallback(Reason.BROKEN_ENGINE, what)
-    state = READY if flaw is None else flaw.reason.state if flaw.reason.state in (BROKEN, UNCHECKED) else STALE
+        fault = Fallback(Reason.BROKEN_ENGINE, what)
+    state = READY if fault is None else fault.reason.state if fault.reason.state in (BROKEN, UNCHECKED) else STALE
     used = last_used(engine) if engine is not None else None
     text = used.isoformat(timespec="seconds") if used is not None else None
-    return Entry(folder, name, state, "" if flaw is None else str(flaw), _disk_use(folder), engine, text)
+    return Entry(folder, name, state, "" if fault is None else str(fault), _disk_use(folder), engine, text)
 
 
 def _disk_use(folder: Path) -> int:

@@ -121,13 +121,13 @@ class Library:
                 continue
             if identity.precision != wanted.precision or identity.backend not in wanted.backends:
                 continue
-            pace = trust.relative_time(engine, wanted.gpu)
-            if pace is None and identity.backend in wanted.only_timed:
+            relative_time = trust.relative_time(engine, wanted.gpu)
+            if relative_time is None and identity.backend in wanted.only_timed:
                 continue
             if (refusal := self.why_unusable(engine, usable, wanted.gpu)) is not None:
                 refusals.append(Unavailable(refusal.reason, refusal.detail))
                 continue
-            rank = _rank(engine, wanted, pace if wanted.fastest else None)
+            rank = _rank(engine, wanted, relative_time if wanted.fastest else None)
             candidates.append((rank, len(candidates), engine))
         if candidates:
             return [engine for _, _, engine in sorted(candidates)]
@@ -291,14 +291,14 @@ def _fits(identity: EngineIdentity, wanted: EngineQuery) -> bool:
     return identity.weights in wanted.weights and not other
 
 
-def _rank(engine: Engine, wanted: EngineQuery, pace: float | None) -> tuple:
-    """Return the sort key of an engine that serves a node, the best first; ``pace``: its relative time, or None."""
+def _rank(engine: Engine, wanted: EngineQuery, relative_time: float | None) -> tuple:
+    """Return the sort key of an engine that serves a node, the best first; ``relative_time``: measured, or None."""
     identity = engine.manifest.identity
-    slow, profile = pace is not None and pace >= 1, identity.profile
+    slow, profile = relative_time is not None and relative_time >= 1, identity.profile
     # a UNet's has no sizes of hints
     covers = wanted.covers(engine) if wanted.covers else profile.contains(wanted.profile.only(profile.ranges))
     backend, weights = wanted.backends.index(identity.backend), wanted.weights.index(identity.weights)
-    return slow, not covers, pace is None, pace or 0.0, backend, weights, profile.volume()
+    return slow, not covers, relative_time is None, relative_time or 0.0, backend, weights, profile.volume()
 
 
 @functools.cache

@@ -24,7 +24,7 @@ from .settings import WorkerSettings
 
 Event = dict[str, Any]
 T = TypeVar("T")
-PATIENCE = 20.0
+END_SECONDS = 20.0
 MAX_MESSAGE = 256 << 20
 
 
@@ -112,7 +112,7 @@ class Comfy:
         if self._process is not None:
             self._process.stdin.close()
             with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(PATIENCE + 5)
+                self._process.wait(END_SECONDS + 5)
         shutil.rmtree(self.folder, ignore_errors=True)
         self._lock.release()
 

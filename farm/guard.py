@@ -15,7 +15,7 @@ import sys
 import threading
 from collections.abc import Callable
 
-PATIENCE = 20.0
+END_SECONDS = 20.0
 _PARENT_DEATH_SIGNAL = 1  # prctl's name for it
 
 
@@ -45,7 +45,7 @@ def _end_with_input(process: subprocess.Popen[bytes]) -> None:
         pass
     process.terminate()
     try:
-        process.wait(PATIENCE)
+        process.wait(END_SECONDS)
     except subprocess.TimeoutExpired:
         process.kill()
 

@@ -16,7 +16,7 @@ from comfy_execution.graph import DynamicPrompt
 from server import PromptServer
 
 from ..comfy_model.comfyui_internals import Feature, works
-from .workflow_graph import BadPrompt, alone, network_inputs, node_key, picture_of, upstream
+from .workflow_graph import BadPrompt, for_one_network, network_inputs, node_key, picture_of, upstream
 
 ORDER = "hybrid_trt_build"
 """Key of the order in ``extra_data``: ``{"nodes": [ids], "missing_only": bool, "graph": API prompt}``.
@@ -164,5 +164,5 @@ def _ordered(item: Queued) -> set[str]:
     for node in order.nodes & runs:
         for name in network_inputs(order.graph if node in order.graph else item.prompt, node):
             with contextlib.suppress(BadPrompt):  # nobody can ask for it by a key
-                keys.add(node_key(alone(item.prompt, node, name), node))
+                keys.add(node_key(for_one_network(item.prompt, node, name), node))
     return keys

@@ -14,16 +14,16 @@ from server import PromptServer
 from ..engine_builder.jobs import Job
 from ..node_names import ENGINE_NODES
 from ..saved_workflows.accelerate import accelerate, remove
-from ..saved_workflows.graph import Workflow, WorkflowError, change, damage_told
+from ..saved_workflows.graph import Workflow, WorkflowError, as_workflow_error, change
 from . import library_routes
 from .builds import builds, node_states, pending_orders
 from .http import PREFIX, Refused, answer, changes, read_json, reads, strict_json
-from .outlook import wish_of
+from .outlook import request_of
 from .read_graph import class_of
 from .workflow_graph import (
     BadPrompt,
-    alone,
     called_with,
+    for_one_network,
     network_inputs,
     node_key,
     pictures_of,
@@ -123,9 +123,9 @@ def states(prompt: Mapping[str, Any], nodes: list[list], workflow: str = "") -> 
 
 def _state(prompt: Mapping[str, Any], node: str, input_name: str, asked: Mapping[str, Any]) -> dict:
     """Return the state of a node for the network of one input; ``asked``: fields of ``NodeRequest`` about the graph."""
-    prompt = alone(prompt, node, input_name)
+    prompt = for_one_network(prompt, node, input_name)
     key = node_key(prompt, node)  # first: it refuses what no node is
-    return {**node_states.state(key, replace(wish_of(prompt, node), **asked)), "input": input_name}
+    return {**node_states.state(key, replace(request_of(prompt, node), **asked)), "input": input_name}
 
 
 @reads
@@ -145,7 +145,7 @@ async def _accelerate(request: web.Request) -> web.Response:
 
 
 def _changed(workflow: dict[str, Any], what: str) -> str:
-    with damage_told():  # its numbers may be none of JSON in the end
+    with as_workflow_error():  # its numbers may be none of JSON in the end
         nodes = change(workflow, accelerate if what == "add" else remove)
         added = [node["id"] for node in nodes] if what == "add" else []
         left = change(workflow, Workflow.left_alone)

@@ -14,7 +14,7 @@ from comfy.cli_args import args, parser
 from server import PromptServer
 
 from ..comfy_model.comfyui_internals import switched_off
-from ..engine_builder.doctor import KeptWarnings, Place, as_text, report
+from ..engine_builder.doctor import KeptWarnings, ReportContext, as_text, report
 from .builds import builds
 from .http import PREFIX, changes
 from .library_folder import library
@@ -38,7 +38,7 @@ async def _show(_request: web.Request) -> web.Response:
 
 def _text() -> str:
     folder, data = Path(folder_paths.__file__).parent, Path(folder_paths.base_path)
-    place = Place(
+    place = ReportContext(
         folder, library(), model_management.get_torch_device, data, _options(), switched_off, builds.jobs()
     )
     return as_text(report(place, lambda: _warnings.lines))

@@ -54,8 +54,8 @@ async def _list(_request: web.Request) -> web.Response:
 @changes
 async def _verify(request: web.Request) -> web.Response:
     """Read and hash all files of an engine."""
-    flaw = await asyncio.to_thread(inventory.verify, await _entry(request))
-    return answer({"ok": flaw is None, "text": "" if flaw is None else str(flaw)})
+    fault = await asyncio.to_thread(inventory.verify, await _entry(request))
+    return answer({"ok": fault is None, "text": "" if fault is None else str(fault)})
 
 
 @changes

@@ -78,15 +78,15 @@ class NodeStates:
         for one in self.keys_like(key):
             self._keep(one, record)
 
-    def also(self, key: str, sent: str) -> None:
-        """Know a node by two keys: that of the numbers that Auto follows with, and that of those that were sent."""
+    def alias(self, key: str, sent: str) -> None:
+        """Register a second key: Auto replaced the sizes after the page had sent the first."""
         with self._lock:
             self._sent[key] = sent
             while len(self._sent) > MAX_NODES:
                 self._sent.popitem(last=False)
 
     def keys_like(self, key: str) -> list[str]:
-        """Return a node's key, and with it the one that the page sent it by, if that is another one."""
+        """Return the node's key and its alias, if any."""
         with self._lock:
             return [key, self._sent[key]] if key in self._sent else [key]
 
@@ -122,42 +122,42 @@ class NodeStates:
             jobs = [job for job_id in self._jobs.get(key, ()) if (job := self._builds.get(job_id)) is not None]
         return next((job for job in jobs if not job.state.final), jobs[-1] if jobs else None)
 
-    def state(self, key: str, wish: NodeRequest) -> dict:
+    def state(self, key: str, request: NodeRequest) -> dict:
         """For the page: ``state``, ``text``, the engine or the job, ``run``: what ran last, where there is no engine
         ``outlook``: why, and how long one takes, and of sizes what ``picture_fit`` tells.
 
         Args:
-            wish: what the node asks for as far as its prompt tells; a node that has not run yet is known by it alone.
+            request: the node's settings, read from its prompt. A node that has not run yet is known by it alone.
         """
-        answer, known, engines = self._state(key, wish)
+        answer, known, engines = self._state(key, request)
         family, choice = (known.architecture, known.backend) if known else ("", "")
         tokens = longest_prompt(key, family)
         engines = engines if answer["state"] == "ready" else ()
-        like = known or self._like(wish)
+        like = known or self._like(request)
         answer["by_itself"] = like is not None and builds_by_itself(
-            wish.backend or like.backend, like.device, like.architecture, like.parameters)  # fmt: skip
-        answer |= picture_fit.told(wish, family, engines, choice, answer.get("any_size", False), tokens)
+            request.backend or like.backend, like.device, like.architecture, like.parameters)  # fmt: skip
+        answer |= picture_fit.size_report(request, family, engines, choice, answer.get("any_size", False), tokens)
         every = family in architectures() and serves_every_size(architectures()[family])
         answer["sizes"]["every"] = every and answer["by_itself"]
         return answer
 
-    def _state(self, key: str, wish: NodeRequest) -> tuple[dict, NodeRecord | None, Sequence[Engine]]:
+    def _state(self, key: str, request: NodeRequest) -> tuple[dict, NodeRecord | None, Sequence[Engine]]:
         """Return a node's state without its sizes, a node with the same model, and the engines that it uses."""
-        answer = {"key": key, "state": "unknown", "label": wish.label, "text": "", "engine": None, "job": None}
-        answer["run"] = run_of(key, wish.workflow)
+        answer = {"key": key, "state": "unknown", "label": request.label, "text": "", "engine": None, "job": None}
+        answer["run"] = run_of(key, request.workflow)
         job = self._job(key)
         if job is not None and not job.state.final:
             answer |= {"state": "queued" if job.state is State.QUEUED else "building", "job": job.to_json()}
             return answer, self._known.get(key), ()
         known = self._known.get(key)
-        if known is None and (refusal := refused_by_file(wish)) is not None:
+        if known is None and (refusal := refused_by_file(request)) is not None:
             return answer | {"state": "unavailable", "text": refusal.sentence()}, None, ()
         if known is None or _changed(known.source):
-            like = known or self._like(wish)
-            outlook = self._outlook(like, wish, False)
-            there = self._there(wish) if known is None else None
+            like = known or self._like(request)
+            outlook = self._outlook(like, request, False)
+            there = self._there(request) if known is None else None
             answer |= {"outlook": outlook, "any_size": outlook["live"], "there": there} | _failure(job)
-            return answer, like if like and like.label == wish.label else None, ()
+            return answer, like if like and like.label == request.label else None, ()
         answer["label"] = known.label
         engines, fallback = self._look_up(known)
         if engines:
@@ -175,46 +175,46 @@ class NodeStates:
             return answer, known, engines
         text = known.without_engine or fallback.sentence()
         answer |= {"state": fallback.reason.state, "text": text}
-        answer["outlook"] = self._outlook(known, wish, True)
+        answer["outlook"] = self._outlook(known, request, True)
         if known.without_engine:
             answer["any_size"] = True  # live weights serve, whatever the profile says
         return answer | _failure(job), known, ()
 
-    def _there(self, wish: NodeRequest) -> bool | None:
+    def _there(self, request: NodeRequest) -> bool | None:
         """Tell whether the library has an engine for a node that has not run; None where only a run can tell.
 
         It has none where no engine names the model's file. It is looked up where a node ran this file as it is now.
         """
-        if not wish.label:
+        if not request.label:
             return None
-        of_kind = [engine.manifest for engine in self._library.engines() if engine.manifest.kind == wish.kind]
-        if not any(manifest.identity.any_weights or wish.is_of(manifest.label) for manifest in of_kind):
+        of_kind = [engine.manifest for engine in self._library.engines() if engine.manifest.kind == request.kind]
+        if not any(manifest.identity.any_weights or request.is_of(manifest.label) for manifest in of_kind):
             return False
-        alike = [one for one in list(self._known.values()) if one.kind == wish.kind and wish.is_of(one.label)]
+        alike = [one for one in list(self._known.values()) if one.kind == request.kind and request.is_of(one.label)]
         like = next((one for one in reversed(alike) if one.architecture), None)
-        if like is None or wish.sizes is None or wish.precision not in (AUTO, like.precision) or _changed(like.source):
+        if not like or not request.sizes or request.precision not in (AUTO, like.precision) or _changed(like.source):
             return None
         family = architectures().get(like.architecture)
-        if family is None or wish.patched or getattr(family, "absorbs", None) is not None:
+        if family is None or request.patched or getattr(family, "absorbs", None) is not None:
             return None
-        any_weights = like.weights.startswith(LAYOUT_PREFIX)
-        if not any_weights and (wish.lora or wish.replaceable or like.weights not in known_hashes(like.source or {})):
+        fixed = not like.weights.startswith(LAYOUT_PREFIX)
+        if fixed and (request.lora or request.replaceable or like.weights not in known_hashes(like.source or {})):
             return None
         try:
-            profile = family.profile(wish.sizes).to_json()
+            profile = family.profile(request.sizes).to_json()
         except ValueError:  # sizes in the wrong order
             return None
-        asked = replace(like, backend=wish.backend or like.backend, profile=profile)
+        asked = replace(like, backend=request.backend or like.backend, profile=profile)
         engines, _ = self._look_up(asked)
         return bool(engines) and _union_json(engines, asked)["covers"]
 
-    def _like(self, wish: NodeRequest) -> NodeRecord | None:
+    def _like(self, request: NodeRequest) -> NodeRecord | None:
         """The node that ran last with the same model, or else with one of the same kind."""
         latest = reversed(list(self._known.values()))
-        alike = [known for known in latest if known.kind == wish.kind and known.architecture]
-        return next((known for known in alike if known.label == wish.label), alike[0] if alike else None)
+        alike = [known for known in latest if known.kind == request.kind and known.architecture]
+        return next((known for known in alike if known.label == request.label), alike[0] if alike else None)
 
-    def _outlook(self, known: NodeRecord | None, wish: NodeRequest, certain: bool) -> dict:
+    def _outlook(self, known: NodeRecord | None, request: NodeRequest, certain: bool) -> dict:
         """Return why a node has no engine, how long one takes, and whether anything has to be built.
 
         Args:
@@ -223,13 +223,13 @@ class NodeStates:
         """
         if known is None:
             return {"why": "", "seconds": None, "certain": certain, "live": False}
-        same = known.label == wish.label
-        why = "lora" if same and wish.lora else "" if certain else "settings" if same else "checkpoint"
+        same = known.label == request.label
+        why = "lora" if same and request.lora else "" if certain else "settings" if same else "checkpoint"
         parameters = known.parameters
         if not same:
-            parameters = parameters_of(wish, parameters, (known.source or {}).get("size", 0))
+            parameters = parameters_of(request, parameters, (known.source or {}).get("size", 0))
         took, live = seconds(
-            self._library, wish.backend or known.backend, known.device, known.kind, known.precision, parameters
+            self._library, request.backend or known.backend, known.device, known.kind, known.precision, parameters
         )
         return {"why": why, "seconds": took, "certain": certain, "live": live}
 

@@ -70,7 +70,7 @@ class NodeRequest:
         return bool(self.label) and (label == self.label or label.endswith(f": {self.label}"))
 
 
-def wish_of(prompt: Mapping[str, Any], node_id: str) -> NodeRequest:
+def request_of(prompt: Mapping[str, Any], node_id: str) -> NodeRequest:
     """Return what a node of an API prompt asks for. The node is one for a single network, and the prompt has
     been checked: its nodes have a key."""
     graph = DynamicPrompt(dict(prompt))
@@ -91,7 +91,7 @@ def wish_of(prompt: Mapping[str, Any], node_id: str) -> NodeRequest:
                        precision=precision, replaceable=replaceable, patched=patched)  # fmt: skip
 
 
-def parameters_of(wish: NodeRequest, like: int, like_bytes: int) -> int:
+def parameters_of(request: NodeRequest, like: int, like_bytes: int) -> int:
     """Roughly how many parameters a model has of which only the file is known, by the size of another one's file.
 
     0 when there is no such file.
@@ -100,20 +100,20 @@ def parameters_of(wish: NodeRequest, like: int, like_bytes: int) -> int:
         like, like_bytes: that model's parameters and the size of its file.
     """
     with contextlib.suppress(OSError):
-        if like_bytes and (path := _file_of(wish)) is not None:
+        if like_bytes and (path := _file_of(request)) is not None:
             return round(like * os.path.getsize(path) / like_bytes)
     return 0
 
 
-def refused_by_file(wish: NodeRequest) -> Fallback | None:
+def refused_by_file(request: NodeRequest) -> Fallback | None:
     """Return why a model can have no engine, as far as the names in its file tell; None where that is not certain."""
-    path = _file_of(wish)
+    path = _file_of(request)
     if path is None or not path.endswith(".safetensors"):
         return None
     with contextlib.suppress(OSError):
         stat = os.stat(path)
         if not _may_be_served(path, stat.st_size, stat.st_mtime_ns):
-            return Fallback(Reason.UNSUPPORTED_MODEL, f"{wish.label} is a model of a family without engines")
+            return Fallback(Reason.UNSUPPORTED_MODEL, f"{request.label} is a model of a family without engines")
     return None
 
 
@@ -126,11 +126,11 @@ def _may_be_served(path: str, _size: int, _mtime_ns: int) -> bool:
         return True
 
 
-def _file_of(wish: NodeRequest) -> str | None:
+def _file_of(request: NodeRequest) -> str | None:
     """Return the path of the file that a loader names, or None."""
-    for folder in FOLDERS.get(wish.kind, ()):
+    for folder in FOLDERS.get(request.kind, ()):
         with contextlib.suppress(OSError, ValueError):  # Windows refuses some names
-            if wish.label and (path := folder_paths.get_full_path(folder, wish.label)) is not None:
+            if request.label and (path := folder_paths.get_full_path(folder, request.label)) is not None:
                 return path
     return None
 

@@ -20,7 +20,9 @@ STEP = 64
 """Auto's best size is a multiple of so many pixels."""
 
 
-def told(wish: NodeRequest, family: str, engines: Sequence[Engine], choice: str, any_size: bool, tokens: int) -> dict:
+def size_report(
+    request: NodeRequest, family: str, engines: Sequence[Engine], choice: str, any_size: bool, tokens: int
+) -> dict:
     """For the page: ``sizes`` of the node, and the first picture that runs without an engine made for it.
 
     ``misfit`` lies outside what the engine takes, or outside the settings where there is none; ``widened`` are the
@@ -34,13 +36,13 @@ def told(wish: NodeRequest, family: str, engines: Sequence[Engine], choice: str,
         tokens: of the longest prompt of the last run.
     """
     known = architectures().get(family)
-    fits, asked = known.sizes if known else None, _asked(wish.sizes, known)
+    fits, asked = known.sizes if known else None, _asked(request.sizes, known)
     misfit = uncompiled = None
     if engines:
-        misfit, uncompiled = _not_served(engines, choice, any_size, wish.pictures)
-    elif asked and not any_size and not _runs_live(wish.backend):
-        misfit = _outside(known or ANY, _profile(known or ANY, asked), wish.pictures)
-    tokens = max(tokens, wish.sizes.max_tokens if wish.sizes else 0)
+        misfit, uncompiled = _not_served(engines, choice, any_size, request.pictures)
+    elif asked and not any_size and not _runs_live(request.backend):
+        misfit = _outside(known or ANY, _profile(known or ANY, asked), request.pictures)
+    tokens = max(tokens, request.sizes.max_tokens if request.sizes else 0)
     return {
         "misfit": _json(misfit),
         "uncompiled": _json(uncompiled),
@@ -48,9 +50,9 @@ def told(wish: NodeRequest, family: str, engines: Sequence[Engine], choice: str,
         "sizes": {
             "fits": asdict(fits) if fits else None,
             "asked": asdict(asked) if asked else None,
-            "auto": auto(wish.of_all_uses, fits, tokens) if wish.of_all_uses else None,
-            "pictures": [_json(picture) for picture in wish.of_all_uses],
-            "samplers": wish.samplers,
+            "auto": auto(request.of_all_uses, fits, tokens) if request.of_all_uses else None,
+            "pictures": [_json(picture) for picture in request.of_all_uses],
+            "samplers": request.samplers,
         },
     }
 

@@ -288,7 +288,7 @@ def _vae_readers(prompt: Mapping[str, Any], node_id: str) -> Iterator[tuple[str,
                 yield ENCODE, inputs
 
 
-def alone(prompt: Mapping[str, Any], node_id: str, input_name: str) -> Mapping[str, Any]:
+def for_one_network(prompt: Mapping[str, Any], node_id: str, input_name: str) -> Mapping[str, Any]:
     """Return a prompt in which an engine node stands for the network of one input alone, as a node for that would."""
     inputs = inputs_of(prompt, node_id)
     if class_of(prompt, node_id) not in (ACCELERATE, VAE_ENGINE):

@@ -8,8 +8,8 @@ from __future__ import annotations
 from typing import Any
 
 
-class Shared:
+class NotCopied:
     """Is its own deep copy: sessions, graphs and streams exist once, and who copies what holds them shares them."""
 
-    def __deepcopy__(self, _memo: dict[int, Any]) -> Shared:
+    def __deepcopy__(self, _memo: dict[int, Any]) -> NotCopied:
         return self

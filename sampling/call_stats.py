@@ -45,7 +45,7 @@ PLAIN = "Calls of {name} could not be captured as a CUDA graph and run kernel by
 WAITED = "{name} waited for its ControlNets in each step: their results were read before it started"
 REPORT = "The picture is right, only slower. If it stays so, please report it with {versions}."
 
-_told: set[str] = set()
+_logged: set[str] = set()
 """Messages that the log of this server has had."""
 
 
@@ -133,8 +133,8 @@ _NOTHING: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
 
 def log_once(what: str, name: str, why: str = "") -> None:
     """Log what is slow, once per server."""
-    if what not in _told:
-        _told.add(what)
+    if what not in _logged:
+        _logged.add(what)
         log.warning("Hybrid TRT: %s. %s", what.format(name=name, why=why), _report())
 
 

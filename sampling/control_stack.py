@@ -22,7 +22,7 @@ import torch
 from comfy.controlnet import ControlBase, ControlNet
 
 from ..architectures.calls import AsyncInputs, Binding, Control, EngineCall
-from ..comfy_model.whose_code import another_pack_asks, computes_as_comfyui, is_another_packs, is_comfyuis_alone
+from ..comfy_model.whose_code import computes_as_comfyui, has_foreign_methods, is_foreign, is_stock
 from ..sessions.cuda_capture import wait_for
 from ..sessions.session import Session
 from .controlnet import EngineControlModel
@@ -130,7 +130,7 @@ def _with_stacks(
     model_options: dict,
 ) -> Any:
     """Call the function that computes the conditionings of a step, with stacks if it is ComfyUI's own."""
-    if not is_comfyuis_alone(function):
+    if not is_stock(function):
         return function(model, conds, x_in, timestep, model_options)
     stacks: dict[int, ControlStack] = {}
     late: list[LateControl] | None = [] if _takes_late(backbone) else None
@@ -170,7 +170,7 @@ class ControlStack:
         """Return the chain's residuals, as ComfyUI's ``get_control`` of its last ControlNet does."""
         chain = list(_chain(self._control))
         lacking = [control for control in chain if lacks_hint(control, x_noisy)]
-        if lacking and any(map(another_pack_asks, chain)):  # that code may want another hint
+        if lacking and any(map(has_foreign_methods, chain)):  # that code may want another hint
             lacking = []
         new = make_hints(_active(lacking, t), x_noisy) if lacking else []
         if new or not all(_can_join(control, x_noisy, batched_number) for control in chain):
@@ -217,7 +217,7 @@ def _may_join(control: ControlBase) -> bool:
 def _count_apart(chain: list[ControlBase], x_noisy: torch.Tensor, t: torch.Tensor, batched_number: int) -> None:
     """Count ControlNets that cannot join even after ComfyUI's own call, if nothing of the graph's is the reason."""
     for control in filter(_may_join, chain):
-        if _can_join(control, x_noisy, batched_number) or is_another_packs(control):
+        if _can_join(control, x_noisy, batched_number) or is_foreign(control):
             continue
         if control.timestep_range is None or _active([control], t):
             control.control_model.handle.begin_run().count_apart()

@@ -20,7 +20,7 @@ from ..comfy_model.weight_patches import last_loaded, lies_on_its_model
 from .engine_handle import EngineHandle
 from .engine_patcher import ControlPatcher
 from .hint_cache import KeptHints
-from .nan_guard import watched
+from .nan_guard import checked_for_nan
 from .native_network import arguments_of, by_name, run_native
 from .run_context import in_run
 
@@ -97,7 +97,7 @@ class EngineControlModel:
         patcher = self.patcher.in_force()
         stats = self.handle.begin_run(patcher)
         refusal = self.handle.why_not_patched_so(patcher)
-        served, residuals = self.handle.serve(refusal, lambda: watched(self.handle.bind(call)), patcher, stats)
+        served, residuals = self.handle.serve(refusal, lambda: checked_for_nan(self.handle.bind(call)), patcher, stats)
         if served:
             return residuals
         self._make_native_resident(patcher)

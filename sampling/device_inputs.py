@@ -21,7 +21,7 @@ import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..sessions.cuda_capture import give_back_graph_memory
-from . import Shared
+from . import NotCopied
 
 if TYPE_CHECKING:
     from comfy.model_patcher import ModelPatcher
@@ -33,7 +33,7 @@ RUN = "hybrid_trt_run"
 Conds = Sequence[Sequence[dict] | None]
 
 
-class RunInputs(Shared):
+class RunInputs(NotCopied):
     """Copies of a run's tensors on the device, and the end of its latest call there."""
 
     def __init__(self) -> None:

@@ -16,9 +16,9 @@ from ..comfy_model.weight_formats import remark_on_rounding
 from ..comfy_model.weight_patches import WeightPatches, why_reshaped
 from ..engine_library import Fallback, Library, Reason, Unavailable
 from ..sessions.session import Session
-from . import Shared
+from . import NotCopied
 from .call_stats import CallStats, open_stats, range_of, timed
-from .engine_patcher import ControlEnginePatcher, EnginePatcher, keep, keep_beside
+from .engine_patcher import ControlEnginePatcher, EnginePatcher, keep, keep_with_module
 from .nan_guard import why_again
 from .native_network import NetworkWatch
 from .run_context import executing
@@ -35,7 +35,7 @@ _one_at_a_time = threading.RLock()
 that is done then is for the whole process, such as torch's choice of an attention. The GPUs themselves run at once."""
 
 
-class EngineHandle(Shared):
+class EngineHandle(NotCopied):
     """Stands for "the engine of this network" until a call needs it.
 
     The library is asked again at the start of every run. Methods take ComfyUI's patcher, by default the network's own.
@@ -180,7 +180,7 @@ class EngineHandle(Shared):
         self.stats = open_stats(network.role.value, network.label, self.node_id, self.node_key, network.device)
         if self.session is not None:
             if self.session.follows_patches:
-                keep_beside(network.module, network.role, self.patcher)
+                keep_with_module(network.module, network.role, self.patcher)
             else:
                 keep(self.patcher, context.prompt_id if context else "")
             whose = patcher or network.patcher

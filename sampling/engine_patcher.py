@@ -19,7 +19,7 @@ from comfy.model_patcher import ModelPatcher
 
 from ..engine_library import Fallback
 from ..sessions.gpu_memory import no_room
-from . import Shared
+from . import NotCopied
 
 if TYPE_CHECKING:
     from ..comfy_model.network import NativeNetwork
@@ -50,7 +50,7 @@ class Owner(Protocol):
         ...
 
 
-class EngineModule(Shared, torch.nn.Module):
+class EngineModule(NotCopied, torch.nn.Module):
     """The "model" that ComfyUI manages: no parameters, only the session that holds the memory.
 
     Attributes:
@@ -70,7 +70,7 @@ class EngineModule(Shared, torch.nn.Module):
         return None if self._owner is None else self._owner()
 
 
-class EnginePatcher(Shared, ModelPatcher):
+class EnginePatcher(NotCopied, ModelPatcher):
     """A patcher with the size of an engine, loaded as a whole or not at all. Clones share the engine.
 
     Attributes:
@@ -255,7 +255,7 @@ def keep(patcher: EnginePatcher, prompt_id: str) -> None:
         _kept.popitem(last=False)
 
 
-def keep_beside(module: torch.nn.Module, role: str, patcher: EnginePatcher) -> None:
+def keep_with_module(module: torch.nn.Module, role: str, patcher: EnginePatcher) -> None:
     """Keep the session of a live network, which uses the native module's weights, as long as the module lives.
 
     Nothing here refers to the module, so ComfyUI may free the model at any time.

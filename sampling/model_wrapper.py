@@ -22,7 +22,7 @@ from ..comfy_model.comfyui_shims import outside_recording
 from ..comfy_model.network import NativeNetwork
 from ..comfy_model.weight_patches import WeightPatches
 from ..engine_library import Fallback, Reason
-from . import Shared
+from . import NotCopied
 from .call_stats import open_stats, timed
 from .control_stack import LateControl, bound_unread, run_stacks_at_once
 from .device_inputs import call_on_device, sample_on_device
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 KEY = "hybrid_trt"
 
-STRANGER = "a second model without TRT Sampler Patch"
+SECOND_MODEL = "a second model without TRT Sampler Patch"
 """Name for counted calls of another model within the sampling of a patched one."""
 
 FUNCTION = "model_function_wrapper"
@@ -132,7 +132,7 @@ def encodes_prompts(model: ModelPatcher) -> bool:
     return any(isinstance(router, BackboneRouter) and router._handle.encodes_prompts for router in routers)
 
 
-class BackboneRouter(Shared):
+class BackboneRouter(NotCopied):
     """A DIFFUSION_MODEL wrapper that puts the engine in the place of the native forward.
 
     It replaces ``executor.original`` and goes on. So wrappers of other nodes still run around the engine, for example
@@ -224,7 +224,7 @@ class BackboneRouter(Shared):
         if on_several_gpus(given.get("transformer_options") or {}):
             handle.serve(self._refusal or SEVERAL_GPUS, _never)
             return run_native(lambda: native(*args, **kwargs), handle.stats, handle.network.device)
-        stats = open_stats(Role.BACKBONE.value, STRANGER, handle.node_id, device=handle.network.device)
+        stats = open_stats(Role.BACKBONE.value, SECOND_MODEL, handle.node_id, device=handle.network.device)
         stats.count_native(Fallback(Reason.OTHER_MODEL, "the call is for another model, or a copy of ours"))
         with timed(stats.times):
             result = native(*args, **kwargs)
@@ -259,7 +259,7 @@ class BackboneRouter(Shared):
         return called_on is unet or called_on is _uncompiled(unet)
 
 
-class Reached(Shared):
+class Reached(NotCopied):
     """Counts the sampling steps in which a patched model's UNet was not called, because another node computes it.
 
     Step caches leave out steps too, but they call the UNet at least once, and do not take the model's place.

@@ -75,7 +75,7 @@ def watch(result: torch.Tensor, by_engine: bool = True) -> None:
         run.engines = run.engines or by_engine
 
 
-def watched(call: EngineCall) -> EngineCall:
+def checked_for_nan(call: EngineCall) -> EngineCall:
     """Have a ControlNet's or a VAE's call checked: at the end of the run, or at once outside of a watched run."""
     run = _watch.get()
     if run is None:

@@ -30,7 +30,7 @@ from ..architectures.model_patches import models_of
 from ..comfy_model.comfyui_internals import Feature, works
 from ..comfy_model.comfyui_shims import knows_pins
 from ..comfy_model.weight_formats import patches_rounded
-from . import Shared
+from . import NotCopied
 
 if TYPE_CHECKING:
     from comfy.controlnet import ControlBase
@@ -153,7 +153,7 @@ def _pinned_memory(native: ModelPatcher) -> dict | None:
     return getattr(native.model, "dynamic_pins", {}).get(native.load_device)
 
 
-class NativeWeights(Shared):
+class NativeWeights(NotCopied):
     """Place of one sampler patch's native weights, run by run.
 
     It refers to patchers only during a run: they refer to it, and ComfyUI counts references to free models.

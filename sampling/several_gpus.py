@@ -22,7 +22,7 @@ from ..comfy_model.network import NativeNetwork
 from ..comfy_model.patches_on_gpus import THREAD, PatchesOnGpus
 from ..engine_library import Fallback, Reason
 from ..sessions.cuda_capture import give_back_graph_memory
-from . import Shared
+from . import NotCopied
 from .controlnet import EngineControlModel, back_with_engine
 from .engine_handle import EngineHandle
 from .run_context import in_run
@@ -41,7 +41,7 @@ SEVERAL_GPUS = Fallback(
 )
 
 
-class SharedRun(Shared):
+class SharedRun(NotCopied):
     """A run that several GPUs share: the context of its sampling thread, lent to those of the GPUs until it ends.
 
     Attributes:

@@ -16,7 +16,7 @@ import comfy.conds
 import torch
 from comfy.model_management import cast_to_device
 
-from . import Shared
+from . import NotCopied
 
 if TYPE_CHECKING:
     from comfy.patcher_extension import WrapperExecutor
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from .device_inputs import Conds
     from .engine_handle import EngineHandle
 
-KEPT = 32
+KEPT_RESULTS = 32
 """Results of a run that are known, the latest."""
 
 
@@ -77,7 +77,7 @@ class SteadyTensors:
         if result.is_inference():  # a source, or a part of one
             return result
         seen = [_Source.of(source, self._alone) for source in sources]
-        self._known = [*self._known[1 - KEPT :], (how, seen, result, result._version)]
+        self._known = [*self._known[1 - KEPT_RESULTS :], (how, seen, result, result._version)]
         return result
 
     def release(self) -> None:
@@ -126,7 +126,7 @@ def _steady_kind(kind: type) -> type:
     return Steady
 
 
-class SteadyPrompts(Shared):
+class SteadyPrompts(NotCopied):
     """Two wrappers for a model whose engine encodes a prompt once, see ``EngineHandle.encodes_prompts``."""
 
     def __init__(self, handle: EngineHandle, tensors: Callable[[], SteadyTensors | None]):

@@ -19,7 +19,7 @@ from ..architectures.shapes import Shape, ShapeMismatch, bind
 from ..comfy_model.weight_patches import last_loaded, lies_on_its_model
 from ..engine_library import Fallback, Reason
 from .engine_handle import EngineHandle
-from .nan_guard import watched
+from .nan_guard import checked_for_nan
 from .native_network import run_native
 
 if TYPE_CHECKING:
@@ -104,7 +104,7 @@ class EngineVAEModel:
             refusal = refusal or Fallback(Reason.WEIGHTS_PATCHED, "patches of a VAE that is gone are on its weights")
         for image in images.split(1):
             served, result = handle.serve(
-                refusal, lambda image=image: watched(handle.bind({"images": image, **options})), patcher, stats)
+                refusal, lambda image=image: checked_for_nan(handle.bind({"images": image, **options})), patcher, stats)
             if not served:
                 return run_native(lambda: native(images, **options), handle.stats, handle.network.device)
             results.append(result)

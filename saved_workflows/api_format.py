@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
-from .graph import Graph, Workflow, WorkflowError, change, damage_told
+from .graph import Graph, Workflow, WorkflowError, as_workflow_error, change
 from .to_prompt import ObjectInfo, Prompt, is_link, widgets_of
 
 T = TypeVar("T")
@@ -27,7 +27,7 @@ def change_prompt(prompt: Prompt, object_info: ObjectInfo, how: Callable[[Workfl
     def changed(workflow: Workflow) -> tuple[T, Graph]:
         return how(workflow), workflow.root
 
-    with damage_told():
+    with as_workflow_error():
         return _changed(prompt, object_info, changed)
 
 

@@ -335,12 +335,12 @@ def change(data: Data, how: Callable[[Workflow], T]) -> T:
     Raises:
         WorkflowError: it is none, or is damaged.
     """
-    with damage_told():
+    with as_workflow_error():
         return how(Workflow(data))
 
 
 @contextmanager
-def damage_told() -> Iterator[None]:
+def as_workflow_error() -> Iterator[None]:
     """Raise what comes of a workflow with other values than ComfyUI saves as ``WorkflowError``."""
     try:
         yield

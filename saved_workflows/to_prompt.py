@@ -20,8 +20,8 @@ from .graph import (
     SET,
     Link,
     WorkflowError,
+    as_workflow_error,
     check_format,
-    damage_told,
     definitions,
     name_of,
 )
@@ -52,7 +52,7 @@ def to_prompt(workflow: Workflow, object_info: ObjectInfo) -> Prompt:
     Raises:
         WorkflowError: it is no such workflow, is damaged, or has nodes that the server does not know.
     """
-    with damage_told():
+    with as_workflow_error():
         return _prompt_of(workflow, object_info)
 
 

@@ -98,7 +98,7 @@ class ControlImages:
         return {place: self._strengths[place][1] for place in self.hints}
 
     @contextlib.contextmanager
-    def instead(
+    def replaced_inputs(
         self, hints: Mapping[int, torch.Tensor], strengths: Mapping[int, torch.Tensor], latent: torch.Tensor
     ) -> Iterator[None]:
         """Let the ControlNets have these hints and strengths in the place of their own."""

@@ -177,7 +177,7 @@ class OpenSampling(comfy.samplers.Sampler):
         return self._prompts if self.fixes_conds(shape) else Prompts()
 
     @contextlib.contextmanager
-    def instead(self, prompts: Mapping[str, torch.Tensor]) -> Iterator[None]:
+    def replaced_inputs(self, prompts: Mapping[str, torch.Tensor]) -> Iterator[None]:
         """Sample with these tensors of prompts in the place of their own."""
         guider, own = self._guider, self._guider.conds
         guider.conds = with_tensors(own, prompts) if prompts else own

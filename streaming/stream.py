@@ -246,7 +246,8 @@ class Stream:
     def _made_of(self, given: FrameInputs) -> Made:
         """Do the same with other tensors than the frame's own, or with those of several frames."""
         latent = torch.empty(given.noise.values.shape, device="meta")
-        with self.controls.instead(given.hints, given.strengths, latent), self._open.instead(given.prompts):
+        controls = self.controls.replaced_inputs(given.hints, given.strengths, latent)
+        with controls, self._open.replaced_inputs(given.prompts):
             return self._launched(given)
 
     def _launched(self, given: FrameInputs) -> Made:

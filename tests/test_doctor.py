@@ -23,7 +23,7 @@ from fake_engine import publish, publish_engine
 from hybrid_trt.comfy_model import hash_cache
 from hybrid_trt.engine_builder import jobs as jobs_module
 from hybrid_trt.engine_builder.command_line import main as cli_module
-from hybrid_trt.engine_builder.doctor import KeptWarnings, Place, as_text, report
+from hybrid_trt.engine_builder.doctor import KeptWarnings, ReportContext, as_text, report
 from hybrid_trt.engine_builder.doctor.privacy import SECRETS, hider
 from hybrid_trt.engine_library import BuildError, Library, fleet_key, trust
 from our_routes import OURS, ask
@@ -181,7 +181,7 @@ def test_one_part_that_fails_keeps_none_of_the_others(
         raise RuntimeError("CUDA driver initialization failed in /home/bob/x.py")
 
     publish(tmp_path)
-    data = report(Place(None, Library([tmp_path]), fails), lambda: [])
+    data = report(ReportContext(None, Library([tmp_path]), fails), lambda: [])
     assert data["card"] == data["backends"] == (
         "not known: RuntimeError: CUDA driver initialization failed in <path>/x.py")
     assert data["library"]["contents"][0]["trusted"] is True
@@ -199,7 +199,7 @@ def test_failed_builds_and_warnings_are_told_with_the_end_of_their_log(
     monkeypatch.setattr(jobs_module, "build_engine", build)
     with KeptWarnings() as warnings:
         assert queue.submit(order(network, backend), Library([tmp_path])).wait(60)
-        place = Place(None, Library([tmp_path]), lambda: torch.device("cpu"), jobs=queue.jobs())
+        place = ReportContext(None, Library([tmp_path]), lambda: torch.device("cpu"), jobs=queue.jobs())
         data = report(place, lambda: warnings.lines)
     (failed,) = data["last errors"]["failed builds"]
     assert failed["build"] == network.label
@@ -329,7 +329,7 @@ def test_no_secret_of_the_environment_is_told_anywhere(
     secret = "s3cr3t+of/the(farm)"
     monkeypatch.setenv(name, secret)
     monkeypatch.setenv("HYBRID_TRT_WARM", f"http://{secret}@x")
-    place = Place(None, Library([tmp_path]), lambda: torch.device("cpu"))
+    place = ReportContext(None, Library([tmp_path]), lambda: torch.device("cpu"))
     told = json.dumps(report(place, lambda: [f"the farm refused {secret}."]))
     assert "s3cr3t" not in told
     assert name == "RAY_AUTH_TOKEN" or f'"{name}": "set"' in told

@@ -125,7 +125,7 @@ def runs(
 ) -> Iterator[Runs]:
     with pytest.MonkeyPatch.context() as patch:
         emulate(request.param, patch)
-        patch.setattr(call_stats, "_told", set())
+        patch.setattr(call_stats, "_logged", set())
         play_gpu(patch)
         yield Runs(files, tmp_path_factory.mktemp("library"), patch)
 

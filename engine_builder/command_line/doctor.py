@@ -6,7 +6,7 @@ from argparse import Namespace
 from typing import Any
 
 from ...engine_library import Library
-from ..doctor import KeptWarnings, Place, as_text, report
+from ..doctor import KeptWarnings, ReportContext, as_text, report
 from . import comfyui
 
 
@@ -22,7 +22,7 @@ def examined(options: Namespace) -> tuple[dict[str, Any], str]:
             lost.append(f"{error}" if isinstance(error, comfyui.Unusable) else f"{type(error).__name__}: {error}")
             library = None if options.library is None else Library([options.library])
         limits = None if root is None or lost else _limits
-        place = Place(root, library, lambda: comfyui.device(options.device), limits=limits, lost=lost)
+        place = ReportContext(root, library, lambda: comfyui.device(options.device), limits=limits, lost=lost)
         data = report(place, lambda: warnings.lines)
     return data, as_text(data)
 

@@ -186,8 +186,8 @@ def _verify(options: argparse.Namespace) -> int:
         for number, entry in enumerate(chosen):
             progress = (f"verifying {entry.name}", number / len(chosen))
             results[entry.name] = verify(entry, lambda progress=progress: bar(*progress))
-    lines = [f"{name}: {'intact' if flaw is None else flaw}" for name, flaw in results.items()]
-    data = {name: None if flaw is None else str(flaw) for name, flaw in results.items()}
+    lines = [f"{name}: {'intact' if fault is None else fault}" for name, fault in results.items()]
+    data = {name: None if fault is None else str(fault) for name, fault in results.items()}
     _done(options, data, "\n".join(lines) or "The library is empty.")
     return 1 if any(results.values()) else 0
 

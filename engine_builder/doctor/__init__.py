@@ -1,7 +1,7 @@
 """The report for support: what runs here, what does not and why, without anything personal."""
 
-from .facts import Place, report
+from .facts import ReportContext, report
 from .kept_warnings import KeptWarnings
 from .words import as_text
 
-__all__ = ["KeptWarnings", "Place", "as_text", "report"]
+__all__ = ["KeptWarnings", "ReportContext", "as_text", "report"]

@@ -45,7 +45,7 @@ TITLE = "Hybrid TRT, report for support"
 
 
 @dataclass(frozen=True)
-class Place:
+class ReportContext:
     """The process that reports, as far as a report cannot find out by itself.
 
     Attributes:
@@ -69,7 +69,7 @@ class Place:
     lost: Sequence[str] = field(default_factory=list)
 
 
-def report(place: Place, warnings: Callable[[], list[str]]) -> dict[str, Any]:
+def report(context: ReportContext, warnings: Callable[[], list[str]]) -> dict[str, Any]:
     """Return all facts, without what is personal.
 
     Args:
@@ -78,22 +78,22 @@ def report(place: Place, warnings: Callable[[], list[str]]) -> dict[str, Any]:
     now = datetime.now(timezone.utc).isoformat(timespec="seconds")
     found = {
         TITLE: f"{now}; no personal folders are in it",
-        "versions": _told(lambda: _versions(place)),
-        "card": _told(lambda: _card(place.device())),
-        "backends": _told(lambda: _backends(place.device())),
-        "library": _told(lambda: _library(place)),
-        "settings": _told(lambda: _settings(place)),
-        "last errors": _told(lambda: _errors(place, warnings)),
+        "versions": _or_reason(lambda: _versions(context)),
+        "card": _or_reason(lambda: _card(context.device())),
+        "backends": _or_reason(lambda: _backends(context.device())),
+        "library": _or_reason(lambda: _library(context)),
+        "settings": _or_reason(lambda: _settings(context)),
+        "last errors": _or_reason(lambda: _errors(context, warnings)),
     }
-    return _hider(place)(found)
+    return _hider(context)(found)
 
 
-def _hider(place: Place) -> Callable[[Any], Any]:
+def _hider(context: ReportContext) -> Callable[[Any], Any]:
     places: dict[str, Path | None] = {
-        "<pack>": PACK, "<comfyui>": place.comfyui, "<comfyui data>": place.data, "<python>": Path(sys.prefix),
+        "<pack>": PACK, "<comfyui>": context.comfyui, "<comfyui data>": context.data, "<python>": Path(sys.prefix),
         "<temporary>": Path(tempfile.gettempdir()),
     }  # fmt: skip
-    for number, root in enumerate(place.library.roots if place.library is not None else (), 1):
+    for number, root in enumerate(context.library.roots if context.library is not None else (), 1):
         places["<library>" if number == 1 else f"<library {number}>"] = Path(root).absolute()
     try:
         places["<key folder>"] = trust.key_folder().absolute()
@@ -102,7 +102,7 @@ def _hider(place: Place) -> Callable[[Any], Any]:
     return hider(places)
 
 
-def _told(find: Callable[[], Any]) -> Any:
+def _or_reason(find: Callable[[], Any]) -> Any:
     """Return facts, or in a sentence why there are none."""
     try:
         return find()
@@ -113,23 +113,23 @@ def _told(find: Callable[[], Any]) -> Any:
         return f"not known: {type(error).__name__}: {error}"
 
 
-def _versions(place: Place) -> dict[str, Any]:
+def _versions(context: ReportContext) -> dict[str, Any]:
     return {
         "Hybrid TRT": PACK_VERSION,
-        "ComfyUI": _told(lambda: _comfyui_version(place)),
+        "ComfyUI": _or_reason(lambda: _comfyui_version(context)),
         "Python": platform.python_version(),
         "system": platform.platform(),
         **_told_of_torch(),
-        "NVIDIA driver": _told(_driver),
-        "packages": _told(_packages),
-        "missing packages": _told(_missing_packages),
+        "NVIDIA driver": _or_reason(_driver),
+        "packages": _or_reason(_packages),
+        "missing packages": _or_reason(_missing_packages),
     }
 
 
-def _comfyui_version(place: Place) -> str:
-    if place.comfyui is None:
-        return " ".join(dict.fromkeys(place.lost)) or "not found; give --comfyui, or set COMFYUI_PATH"
-    file = place.comfyui / "comfyui_version.py"
+def _comfyui_version(context: ReportContext) -> str:
+    if context.comfyui is None:
+        return " ".join(dict.fromkeys(context.lost)) or "not found; give --comfyui, or set COMFYUI_PATH"
+    file = context.comfyui / "comfyui_version.py"
     found = re.search(r'__version__ = "(.+)"', file.read_text(encoding="utf-8")) if file.is_file() else None
     return "of unknown version" if found is None else found[1]
 
@@ -164,7 +164,7 @@ def _card(device: torch.device) -> dict[str, Any]:
 
     found: dict[str, Any] = {"engines run on": str(device)}
     for index in range(torch.cuda.device_count()):
-        found[f"cuda:{index}"] = _told(lambda index=index: _gpu(index))
+        found[f"cuda:{index}"] = _or_reason(lambda index=index: _gpu(index))
     if device.type == "cpu" and not torch.cuda.is_available():
         found["GPU"] = "torch sees none"
         if torch.version.cuda is None and torch.version.hip is None:
@@ -190,7 +190,7 @@ def _backends(device: torch.device) -> dict[str, Any]:
         except Exception as none:
             return f"none ({none})"
 
-    return {"auto takes": chosen(), **{name: _told(lambda one=one: _backend(one, device))
+    return {"auto takes": chosen(), **{name: _or_reason(lambda one=one: _backend(one, device))
                                        for name, one in backends().items()}}  # fmt: skip
 
 
@@ -212,11 +212,11 @@ def _not_installed(backend: Any, known: Fallback) -> str:
     return "" if lacking is None or lacking == known else f"; and {lacking.detail}"
 
 
-def _library(place: Place) -> Any:
-    if place.library is None:
-        return {"folder": " ".join(dict.fromkeys(place.lost)) or "not known"}
-    library, root = place.library, place.library.roots[0]
-    found = inventory.entries(library, *_judges(place))
+def _library(context: ReportContext) -> Any:
+    if context.library is None:
+        return {"folder": " ".join(dict.fromkeys(context.lost)) or "not known"}
+    library, root = context.library, context.library.roots[0]
+    found = inventory.entries(library, *_judges(context))
     states = {entry.state: sum(one.state == entry.state for one in found) for entry in found}
     there = "" if root.is_dir() else " (not there yet: the first build makes it)"
     return {
@@ -225,19 +225,19 @@ def _library(place: Place) -> Any:
         "engines": f"{len(found)}" + "".join(f", {count} {state}" for state, count in states.items()),
         "size": gigabytes(sum(entry.bytes for entry in found)),
         "free": gigabytes(free_bytes(root)),
-        "secret of this machine": _told(_secret),
-        "fleet key": _told(_fleet),
-        "contents": [_told(lambda entry=entry: _engine(entry)) for entry in found],
+        "secret of this machine": _or_reason(_secret),
+        "fleet key": _or_reason(_fleet),
+        "contents": [_or_reason(lambda entry=entry: _engine(entry)) for entry in found],
     }
 
 
-def _judges(place: Place) -> tuple[Callable, Callable, str]:
+def _judges(context: ReportContext) -> tuple[Callable, Callable, str]:
     """Return what judges engines here; where torch cannot be had, nothing runs."""
     try:
         from ...backends import gpu_of
         from ...backends.lookup import refusals
 
-        device = place.device()
+        device = context.device()
         return refusals(device), source_changed, gpu_of(device)
     except Exception as error:
         why = Fallback(Reason.BACKEND_MISSING, f"nothing runs with this Python ({error})")
@@ -273,16 +273,16 @@ def _fleet() -> str:
     return "in use" if fleet_key.in_use() else fleet_key.why_refused() or "none"
 
 
-def _settings(place: Place) -> dict[str, Any]:
+def _settings(context: ReportContext) -> dict[str, Any]:
     names = [*VARIABLES, *sorted(name for name in os.environ if name.startswith("HYBRID_TRT_"))]
     found: dict[str, Any] = {name: _quoted(os.environ[name]) for name in names if name in os.environ}
     found |= {name: "set" for name in SECRETS if name in found}
-    if place.library is not None:
-        found |= asdict(read_settings(place.library.roots[0]))
-    if place.options is not None:
-        found["ComfyUI was started with"] = ", ".join(place.options) or "no options"
-    if place.limits is not None:
-        found["not used of this ComfyUI"] = _told(place.limits)
+    if context.library is not None:
+        found |= asdict(read_settings(context.library.roots[0]))
+    if context.options is not None:
+        found["ComfyUI was started with"] = ", ".join(context.options) or "no options"
+    if context.limits is not None:
+        found["not used of this ComfyUI"] = _or_reason(context.limits)
     return found
 
 
@@ -291,12 +291,12 @@ def _quoted(value: str) -> str:
     return f"'{value}'" if re.search(r"[\\/]", value) else value
 
 
-def _errors(place: Place, warnings: Callable[[], list[str]]) -> dict[str, Any]:
+def _errors(context: ReportContext, warnings: Callable[[], list[str]]) -> dict[str, Any]:
     found: dict[str, Any] = {}
-    if place.jobs is None:
+    if context.jobs is None:
         found["failed builds"] = "those of ComfyUI are in the report of its panel 'TRT engines'"
     else:
-        failed = [job for job in place.jobs if job.message]
+        failed = [job for job in context.jobs if job.message]
         found["failed builds"] = [{"build": job.label, "wanted": job.wanted, "why": job.message,
                                    "log": list(job.log)[-LOG_TAIL:]} for job in failed]  # fmt: skip
     return {**found, "warnings": list(dict.fromkeys(warnings()))}

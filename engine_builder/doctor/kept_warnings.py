@@ -7,7 +7,7 @@ from collections import deque
 from datetime import datetime, timezone
 from types import TracebackType
 
-KEPT = 30
+KEPT_WARNINGS = 30
 
 
 class KeptWarnings(logging.Handler):
@@ -15,7 +15,7 @@ class KeptWarnings(logging.Handler):
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
-        self._lines: deque[str] = deque(maxlen=KEPT)
+        self._lines: deque[str] = deque(maxlen=KEPT_WARNINGS)
         self._logger = logging.getLogger(__name__.removesuffix(".engine_builder.doctor.kept_warnings"))
 
     @property
