@@ -55,10 +55,10 @@ def tensors_of(leaf: str, weight: torch.Tensor) -> dict[str, torch.Tensor]:
 
 
 def class_of_copy(layer: torch.nn.Module) -> tuple[type | None, Mapping[str, Any]]:
-    """Return the class that stands for a layer of a quantised model in a copy, and what that has beside the layer's.
+    """Return the class of a quantised layer's copy, and the attributes that it has besides the layer's.
 
     ComfyUI makes the layer's own class anew for each model, so no other process can import it. None for other layers.
-    Of layers that may multiply in fp8, those that do not are cast: a copy's weight may be in fp8 where theirs is not.
+    A layer that could multiply in fp8 but does not is cast: its copy's weight may be in fp8 although its own is not.
     """
     from comfy import ops
 
@@ -158,7 +158,7 @@ def _stored(layer: torch.nn.Module, leaf: str, compute: torch.dtype, usual: torc
 
 
 def _made_with(layer: torch.nn.Module, leaf: str) -> torch.dtype:
-    """The dtype that a weight's layer was made with: dynamic VRAM keeps that of the file, and notes the other one."""
+    """The dtype that a weight's layer was made with: dynamic VRAM keeps the file's dtype, and notes this one."""
     return getattr(layer, f"{leaf}_comfy_model_dtype", None) or layer._parameters[leaf].dtype
 
 

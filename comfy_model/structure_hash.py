@@ -1,9 +1,9 @@
-"""The layout of a network: all of it but its weights. Engines that hold no weights, or take others, serve a layout.
+"""The layout of a network: all of it but its weights. Engines without weights of their own serve a layout.
 
-What a layer's constructor has set may change what it computes, so all of it counts: numbers, words, functions, plain
-objects and buffers. What ComfyUI writes on layers to load them does not, nor the dtype and device of a load: the same
-file has the same layout however it was loaded. What is compiled for live weights takes them in the dtypes that they are
-stored in, so these have a layout that tells of fp8 and quantised weights too.
+All values that a layer's constructor set count, because they may change its results: numbers, words, functions, plain
+objects and buffers. Attributes that ComfyUI adds to load a layer do not count, nor a load's dtype and device: the same
+file has the same layout however it was loaded. Engines for live weights take weights in their stored dtypes, so their
+layout also lists fp8 and quantised weights.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _OPERATIONS, _ATTENTION = "comfy.ops", "comfy.ldm.modules.attention"
 """Modules of layer classes and functions of which the user's flags and GPU choose one."""
 
 _ADDRESS = " at 0x"
-"""In the words of objects that have none of their own."""
+"""Part of the default ``repr`` of objects."""
 
 _ELSEWHERE = "-"
 """Text of a value that is written elsewhere, or belongs to no layout."""
@@ -136,7 +136,7 @@ def _text_of_several(value: object, visited: _Visited) -> str:
 
 
 def _function(function: types.FunctionType, visited: _Visited) -> str:
-    """A function with what it was made with; one without a name by what it mentions."""
+    """A function with its defaults and closure; a lambda also with the names and constants in its code."""
     code, cells = function.__code__, function.__closure__ or ()
     inside = [_text(cell.cell_contents, visited) for cell in cells]
     if function.__name__ == "<lambda>":

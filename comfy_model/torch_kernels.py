@@ -12,8 +12,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 def laid_out(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor in the memory layout that networks compute in: channels_last on a GPU, where that is faster.
 
-    Its strides are those of a new tensor, also where a dimension has one element and they reach nothing: by them torch
-    and cuDNN tell which of both layouts a convolution of one image gives.
+    Its strides are those of a new tensor, also in dimensions of one element: from these strides torch and cuDNN choose
+    the layout of a convolution's result for one image.
     """
     layout = _layout(tensor.device, tensor.ndim)
     tensor = tensor.contiguous(memory_format=layout)

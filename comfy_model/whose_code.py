@@ -26,7 +26,7 @@ _MOST_WRAPPED = 16
 
 
 def wrapped(function: Any) -> Iterator[Any]:
-    """A function and those that it says it wraps."""
+    """A function and the functions that it wraps."""
     for _ in range(_MOST_WRAPPED):
         yield function
         if (function := getattr(function, "__wrapped__", None)) is None:
@@ -156,7 +156,7 @@ def is_stock(function: Callable[..., Any]) -> bool:
 
 
 def _own_methods(control: ControlBase) -> list[Any]:
-    """Values on an object in the place of its class's methods; values that a class has too are none."""
+    """Methods set on the instance itself."""
     kind = _controlnets().ControlNet
     return [value for name, value in vars(control).items() if callable(getattr(kind, name, None))]
 
