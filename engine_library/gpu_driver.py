@@ -9,7 +9,7 @@ def driver_version() -> str:
     """Return the version of NVIDIA's driver, or ``""`` if its tool does not tell."""
     command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     try:
-        told = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout
+        output = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout
     except (OSError, subprocess.SubprocessError):
         return ""
-    return (told.split() or [""])[0]
+    return (output.split() or [""])[0]

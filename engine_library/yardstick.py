@@ -1,8 +1,8 @@
-"""The yardstick of engines: how far their results may be from exact ones, and how that is said.
+"""The yardstick of engines: limits on the distance of their results from exact results, and words for it.
 
-In half precision, rounding alone puts native as far from float32 as the weights happen to amplify it. So both are held
-against float32, and native's own distance is the measure. Where float32 cannot be had, and for an engine that is in
-float32 itself, a fixed limit on the distance from native holds.
+In half precision, rounding alone puts native as far from float32 as the weights happen to amplify it. So both are
+compared with float32, and native's own distance is the measure. A fixed limit on the distance from native holds where
+float32 cannot be computed, and for engines in float32.
 """
 
 from __future__ import annotations
