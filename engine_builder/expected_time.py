@@ -1,4 +1,4 @@
-"""Expected time of a build: that of builds like it on this machine, else of the first ones where we measured."""
+"""Expected time of a build: the time of similar builds on this machine, else our own measurements."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from ..engine_library import Library, trust
 from .order import BuildOrder
 
 MOST_ALIKE = 4.0
-"""Networks that are this many times larger or smaller say nothing: with tiny ones the start of a process is all."""
+"""Largest ratio of sizes between similar networks: for tiny ones, starting a process takes all the time."""
 
 MEASURED: dict[tuple[str, str], tuple[tuple[float, float], ...]] = {
     ("unet", "tensorrt_rtx"): ((0.86e9, 202.5),),
@@ -21,8 +21,7 @@ MEASURED: dict[tuple[str, str], tuple[tuple[float, float], ...]] = {
     ("vae_encoder", "torch"): ((0.084e9, 30.3),),
 }
 """Kind and backend -> parameters and wall seconds, from benchmarks/results: builds.json (2 CPU cores), h200.json and
-vae_h200.json, and tensorrt86_h200.json for TensorRT: of other versions nothing is known. The larger one was built at
-level 1, beside another."""
+vae_h200.json, tensorrt86_h200.json for TensorRT (8.6 only). SDXL's row: level 1, while another build ran."""
 
 
 def expected_seconds(order: BuildOrder, library: Library) -> float | None:
@@ -35,13 +34,13 @@ def expected_seconds(order: BuildOrder, library: Library) -> float | None:
 def expected(
     library: Library, kind: str, backend: str, precision: str, target: str, parameters: int
 ) -> float | None:
-    """Wall seconds of a build, scaled by the number of parameters; None when nothing is known of builds like it.
+    """Wall seconds of a build, scaled by the number of parameters; None without measurements.
 
     The latest build of the same kind of network by the same backend, in the same precision and for the same device,
-    decides; without one, the figures that we measured.
+    decides; without such a build, our own measurements.
     """
     alike = []
-    for engine in library.engines():  # those of a copied one are another machine's
+    for engine in library.engines():  # a copied engine has another machine's times
         manifest = engine.manifest
         identity = manifest.identity
         same = (manifest.kind == kind and identity.backend == backend and identity.precision == precision

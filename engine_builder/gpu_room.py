@@ -66,7 +66,7 @@ def make_room(device: torch.device, tell: Callable[[str], None]) -> None:
 
 @contextmanager
 def waiting_prompt() -> Iterator[Callable[[], None]]:
-    """While a node waits for a build: gives what it has to call meanwhile."""
+    """Mark that a node waits for a build; yields a function that the node calls meanwhile."""
     global _waiting
     with _lock:
         _waiting += 1
@@ -78,7 +78,7 @@ def waiting_prompt() -> Iterator[Callable[[], None]]:
 
 
 def _give_room() -> None:
-    """Unload all models if a build has asked for it; called by the prompt's own thread."""
+    """Unload all models if a build requested it; called by the prompt's own thread."""
     with _lock:
         asked = [event for event in _asked if not event.is_set()]
     if not asked:

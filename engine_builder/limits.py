@@ -1,4 +1,4 @@
-"""Limits of a build's steps: the time that they may take together, their memory, and sizes of those on a CPU."""
+"""Limits of a build's steps: their total time, their memory, and sizes of calls on a CPU."""
 
 from __future__ import annotations
 
@@ -19,35 +19,35 @@ from .worker_process import Log
 from .worker_tasks import Runner
 
 CPU_ELEMENTS = 2 * 64 * 64
-"""Elements of latents, or tokens, of a call that a CPU bears: attention takes memory by the square of an image's."""
+"""Most elements of latents, or tokens, of a call on a CPU: attention's memory grows by their square."""
 SHARE = 0.9
-"""Of the available main memory, for a step; the rest is for the server."""
+"""Share of the available main memory for a step; the rest is for the server."""
 
 
 BLOCK_ROOM = 4e9
-"""Bytes on the GPU that a build of blocks needs: CUDA's own, a block, also in float32, and what it computes."""
+"""Bytes on the GPU that a build of blocks needs: CUDA's own, a block, also in float32, and its results."""
 
 WAITED = "waited"
-"""In a task's result: seconds before it began."""
+"""Key in a task's result: seconds before it began."""
 
 MakeRoom = Callable[[torch.device, Callable[[str], None]], None]
-"""Frees a GPU for a build, waiting where it must. Calls what it is given with a phase; that may raise to cancel."""
+"""Frees a GPU for a build, waiting if needed. Calls the given function with a phase; that may raise to cancel."""
 
 
 class TimeLimit:
-    """Time that all steps of a build may take together; what is waited for between them is not counted."""
+    """Limit on the total time of a build's steps; waits between them do not count."""
 
     def __init__(self, minutes: float, backend: str) -> None:
         """``minutes``: 0 is no limit."""
         self._minutes, self._backend, self._taken = minutes, backend, 0.0
 
     def kept_by(self, run: Runner) -> Runner:
-        """Return a runner that ends the step in which the time is over."""
+        """Return a runner that ends a step once the time is over."""
 
         def run_in_time(task: Task, progress: Progress, log_line: Log, environment: Mapping[str, str]) -> dict:
             began = time.perf_counter()
 
-            def watched(phase: str, fraction: float) -> None:
+            def progress_in_time(phase: str, fraction: float) -> None:
                 if self._minutes and self._taken + time.perf_counter() - began > 60 * self._minutes:
                     raise BuildError(
                         f"the build with {self._backend} took longer than the {self._minutes:g} minutes that the "
@@ -57,7 +57,7 @@ class TimeLimit:
                 progress(phase, fraction)
 
             try:
-                return run(task, watched, log_line, environment)
+                return run(task, progress_in_time, log_line, environment)
             finally:
                 self._taken += time.perf_counter() - began
 
@@ -65,7 +65,7 @@ class TimeLimit:
 
 
 def within_memory(run: Runner) -> Runner:
-    """Return a runner whose steps on a CPU fail when main memory is short: else Linux would end some process."""
+    """Return a runner whose steps on a CPU fail when main memory is short: else Linux would kill a process."""
 
     def run_within_memory(task: Task, progress: Progress, log_line: Log, environment: Mapping[str, str]) -> dict:
         if task["step"] == "export" or (task["step"], task.get("device")) == ("check", "cpu"):
@@ -76,11 +76,11 @@ def within_memory(run: Runner) -> Runner:
 
 
 def on_cpu(architecture: Architecture, calls: Sequence[Call], otherwise: Call) -> list[Call]:
-    """Return those of some calls that a CPU bears, or another one where it bears none."""
+    """Return the calls small enough for a CPU, or ``[otherwise]``."""
 
     def elements(call: Call) -> int:
-        told = {name for name, symbol in architecture.symbols.items() if symbol.of_picture}
-        return math.prod(size for name, size in call.items() if name in told)
+        of_picture = {name for name, symbol in architecture.symbols.items() if symbol.of_picture}
+        return math.prod(size for name, size in call.items() if name in of_picture)
 
     return [call for call in calls if elements(call) <= CPU_ELEMENTS] or [otherwise]
 
@@ -91,7 +91,7 @@ def in_blocks(order: BuildOrder) -> bool:
 
 
 def with_room(run: Runner, order: BuildOrder, make_room: MakeRoom) -> Runner:
-    """Return a runner that has the GPU freed before steps that need it; blocks are compiled beside what is loaded."""
+    """Return a runner that has the GPU freed before steps that need it; blocks are compiled beside loaded models."""
     device = order.target_device
 
     def run_with_room(task: Task, progress: Progress, log_line: Log, environment: Mapping[str, str]) -> dict:

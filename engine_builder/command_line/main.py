@@ -32,7 +32,7 @@ from ...engine_library.inventory import Entry, delete, entries, select, verify
 from . import comfyui, doctor, workflows
 
 BACKENDS = ("tensorrt", "tensorrt_rtx", "torch", "onnxruntime")
-"""Those of ``backends()``, for a help text that imports none of them: help works in a Python without torch."""
+"""Names of ``backends()``, so that the help imports none of them and works in a Python without torch."""
 BAR_WIDTH = 24
 REDRAW_SECONDS = 0.1
 
@@ -48,7 +48,7 @@ def main(arguments: list[str]) -> int:
         status = options.command(options)
         sys.stdout.flush()
         return status
-    except BrokenPipeError:  # who read it has had enough, as head has
+    except BrokenPipeError:  # the reader has closed the pipe, as head does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except (BuildError, LibraryError, Unavailable, comfyui.Unusable, OSError, ValueError) as error:
@@ -125,7 +125,7 @@ def _backend_name(text: str) -> str:
 
 def _build(options: argparse.Namespace) -> int:
     asked = RequestedSizes(**{name: getattr(options, name) for name in SIZE_NAMES})
-    asked.check()  # wrong ones are told before a model is loaded
+    asked.check()  # wrong sizes fail before a model is loaded
     if options.workflow:
         with Bar() as bar, redirect_stdout(sys.stderr):  # ComfyUI and other packs print there
             data, text, whole = workflows.built(options, bar)

@@ -1,4 +1,4 @@
-"""The report for support: what runs here, what does not and why, without anything personal."""
+"""The report for support: what runs here, what does not and why, without personal data."""
 
 from .facts import ReportContext, report
 from .kept_warnings import KeptWarnings

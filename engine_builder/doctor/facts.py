@@ -1,4 +1,4 @@
-"""Facts for the report for support. One that cannot be found out is told as such and keeps none of the others."""
+"""Facts for the report for support. A fact that cannot be found is reported as such, and the others still appear."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ PACKAGES = re.compile(
     r"(onnx|tensorrt|polygraphy|triton|torch|cuda-python|xformers|sageattention|flash.attn|numpy|safetensors|lpips|"
     r"comfyui.frontend|comfy.kitchen|comfy.aimdo)", re.IGNORECASE
 )  # fmt: skip
-"""Begins the names of packages that matter here."""
+"""Beginnings of the names of packages that matter here."""
 VARIABLES = ("COMFYUI_PATH", "CUDA_VISIBLE_DEVICES", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF",
              "TORCHINDUCTOR_CACHE_DIR", "OMP_NUM_THREADS")  # fmt: skip
 LOG_TAIL = 15
@@ -46,17 +46,17 @@ TITLE = "Hybrid TRT, report for support"
 
 @dataclass(frozen=True)
 class ReportContext:
-    """The process that reports, as far as a report cannot find out by itself.
+    """Facts about the reporting process that a report cannot find by itself.
 
     Attributes:
         comfyui: ComfyUI's folder, or None.
-        data: the folder of its models and pictures, where that is another one.
+        data: the folder of its models and pictures, if it is another folder.
         library: None where no library is known.
         device: returns the device that engines run on; may raise.
-        options: those that ComfyUI was started with.
-        limits: returns sentences on what this ComfyUI is not used for.
+        options: ComfyUI's command-line options.
+        limits: returns sentences on features that are off with this ComfyUI.
         jobs: builds of this process.
-        lost: sentences on what could not be found out.
+        lost: sentences on facts that could not be found.
     """
 
     comfyui: Path | None
@@ -70,7 +70,7 @@ class ReportContext:
 
 
 def report(context: ReportContext, warnings: Callable[[], list[str]]) -> dict[str, Any]:
-    """Return all facts, without what is personal.
+    """Return all facts, without personal data.
 
     Args:
         warnings: returns the pack's latest warnings; asked last, since looking may warn too.
@@ -103,7 +103,7 @@ def _hider(context: ReportContext) -> Callable[[Any], Any]:
 
 
 def _or_reason(find: Callable[[], Any]) -> Any:
-    """Return facts, or in a sentence why there are none."""
+    """Return facts, or a sentence on why there are none."""
     try:
         return find()
     except ModuleNotFoundError as error:
@@ -119,7 +119,7 @@ def _versions(context: ReportContext) -> dict[str, Any]:
         "ComfyUI": _or_reason(lambda: _comfyui_version(context)),
         "Python": platform.python_version(),
         "system": platform.platform(),
-        **_told_of_torch(),
+        **_torch_versions(),
         "NVIDIA driver": _or_reason(_driver),
         "packages": _or_reason(_packages),
         "missing packages": _or_reason(_missing_packages),
@@ -134,7 +134,7 @@ def _comfyui_version(context: ReportContext) -> str:
     return "of unknown version" if found is None else found[1]
 
 
-def _told_of_torch() -> dict[str, str]:
+def _torch_versions() -> dict[str, str]:
     try:
         import torch
     except Exception as error:  # libraries that do not load raise what they like
@@ -195,7 +195,7 @@ def _backends(device: torch.device) -> dict[str, Any]:
 
 
 def _backend(backend: Any, device: torch.device) -> str:
-    """Say whether a backend serves and builds, and where it does not, why and what to install."""
+    """Say whether a backend serves and builds; if not, why, and what to install."""
     if (refusal := backend.unavailable(device)) is not None:
         return f"cannot serve: {refusal.detail}{_not_installed(backend, refusal)}"
     text = f"serves, version {backend.version()}"
@@ -204,7 +204,7 @@ def _backend(backend: Any, device: torch.device) -> str:
 
 
 def _not_installed(backend: Any, known: Fallback) -> str:
-    """Say of a backend that another GPU would need what it lacks besides."""
+    """Say that a backend needs another GPU, and also the packages that are missing."""
     from ...backends.tensorrt.backend import TensorRTBackend
     from ...backends.tensorrt.flavour import missing
 
@@ -232,7 +232,7 @@ def _library(context: ReportContext) -> Any:
 
 
 def _judges(context: ReportContext) -> tuple[Callable, Callable, str]:
-    """Return what judges engines here; where torch cannot be had, nothing runs."""
+    """Return the functions that judge engines here; without torch nothing runs."""
     try:
         from ...backends import gpu_of
         from ...backends.lookup import refusals
@@ -245,13 +245,13 @@ def _judges(context: ReportContext) -> tuple[Callable, Callable, str]:
 
 
 def _engine(entry: inventory.Entry) -> dict[str, Any]:
-    told = {"engine": entry.name, "state": entry.state, "why": entry.reason, "size": gigabytes(entry.bytes)}
+    facts = {"engine": entry.name, "state": entry.state, "why": entry.reason, "size": gigabytes(entry.bytes)}
     if entry.engine is None:
-        return {**told, "trusted": False}
+        return {**facts, "trusted": False}
     engine, manifest = entry.engine, entry.engine.manifest
     identity = manifest.identity
     return {
-        **told,
+        **facts,
         "trusted": trust.built_here(engine),
         "of": f"{manifest.label}, {identity.architecture}, {identity.precision}, {identity.backend} "
         f"{identity.backend_version}, {profile_words(identity.architecture, identity.profile)}",
@@ -263,7 +263,7 @@ def _engine(entry: inventory.Entry) -> dict[str, Any]:
 
 def _secret() -> str:
     """Say whether there is a secret, and never which."""
-    trust.is_signed("", "")  # which warns of one that others may read
+    trust.is_signed("", "")  # this warns of a secret that others may read
     named = f"; {trust.FOLDER_VARIABLE} is set" if os.environ.get(trust.FOLDER_VARIABLE) else ""
     return ("there" if trust.key_stamp() is not None else "none yet, or it cannot be read") + named
 
@@ -287,7 +287,7 @@ def _settings(context: ReportContext) -> dict[str, Any]:
 
 
 def _quoted(value: str) -> str:
-    """Return a value whose end can be told where it may be a folder."""
+    """Return a value in quotes if it may be a folder, so that its end is clear."""
     return f"'{value}'" if re.search(r"[\\/]", value) else value
 
 

@@ -1,4 +1,4 @@
-"""Texts without what is personal: known folders get names; other paths, secrets, logins and names are taken out."""
+"""Texts without personal data: known folders get names; other paths, secrets, logins and names are taken out."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 SECRETS = ("HYBRID_TRT_FARM_TOKEN", "HYBRID_TRT_FLEET_KEY", "RAY_AUTH_TOKEN")
-"""Variables of the environment with secrets of the pack or of the farm: their values are told nowhere."""
+"""Variables of the environment with secrets of the pack or of the farm: no report has their values."""
 SHORTEST_SECRET = 8
 NOT_PERSONAL = {"", "root", "localhost", "comfyui"}
 SHORTEST_NAME = 3
-"""Shorter user names are parts of sentences; in paths they go with the home folder."""
+"""Shorter user names may be parts of words; in paths they go with the home folder."""
 
 _INNER = ("~", "<temporary>")
 """Folders inside of which names are personal too."""
@@ -31,10 +31,10 @@ _FILE = re.compile(r"[^\\/]*\.\w[^\\/]*")
 
 
 def hider(places: Mapping[str, Path | None]) -> Callable[[Any], Any]:
-    """Return a function that takes what is personal out of a text, or out of all texts of some data.
+    """Return a function that takes personal data out of a text, or out of all texts of some data.
 
     Args:
-        places: folders by the words that stand for them; the home folder is known.
+        places: replacement words -> folder; the home folder is known.
     """
     known = sorted(set(_known({**places, "~": _home()})), key=lambda pair: (-len(pair[0]), pair))
     patterns = [(_as_pattern(path), word) for path, word in known]
@@ -78,7 +78,7 @@ def _resolved(path: Path | None) -> Path | None:
 
 
 def _as_pattern(path: str) -> re.Pattern[str]:
-    """Return what finds a path in a text, also one whose backslashes are doubled."""
+    """Return a pattern that finds a path in a text, also with doubled backslashes."""
     parts = [re.escape(part) for part in re.split(r"[\\/]+", path)]
     return re.compile(r"[\\/]+".join(parts) + r"(?![\w-])", re.IGNORECASE)
 
