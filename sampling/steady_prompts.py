@@ -1,8 +1,8 @@
-"""Prompts as the very same tensors in each step of a run, so that what depends on a prompt alone is computed once.
+"""Prompts as the very same tensors in each step of a run, so that results of a prompt are computed once.
 
 ComfyUI repeats the prompts of a call for the batch, joins them and casts the result, all anew in each step. Here each
-of these gives the tensor of an earlier step where its sources are the same objects, unchanged. Whatever another pack
-puts between two of them is another tensor, which nothing is known of.
+operation returns the tensor of an earlier step where its sources are the same objects, unchanged. A tensor that another
+pack makes in between is a new source.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from .engine_handle import EngineHandle
 
 KEPT_RESULTS = 32
-"""Results of a run that are known, the latest."""
+"""Number of a run's latest results that are kept."""
 
 
 @dataclass
@@ -48,12 +48,12 @@ class _Source:
 
 
 class SteadyTensors:
-    """Results that are computed from tensors of a run, each once.
+    """Results from tensors of a run, each computed once.
 
-    They have versions, so that whoever keeps something about one sees whether it was written to.
+    They have versions, so that caches see whether a result was written to.
 
     Args:
-        alone: True where no other pack takes part in the run, so that nobody writes to ComfyUI's tensors.
+        alone: True where no other pack takes part in the run, so that no other code writes to ComfyUI's tensors.
     """
 
     def __init__(self, alone: bool):
@@ -63,10 +63,10 @@ class SteadyTensors:
     def get(
         self, how: Hashable, sources: Sequence[torch.Tensor], compute: Callable[[], torch.Tensor]
     ) -> torch.Tensor:
-        """Return what ``compute`` makes of the sources; the same object while they stay the same objects, unchanged.
+        """Return the result of ``compute``; the same object while the sources stay the same objects, unchanged.
 
         Args:
-            how: names what it does with them.
+            how: key of the operation.
         """
         for name, seen, result, version in self._known:
             if name == how and len(seen) == len(sources) and result._version == version:
@@ -74,7 +74,7 @@ class SteadyTensors:
                     return result
         with torch.inference_mode(False), torch.no_grad():
             result = compute()
-        if result.is_inference():  # a source, or a part of one
+        if result.is_inference():  # a source, or a part of a source
             return result
         seen = [_Source.of(source, self._alone) for source in sources]
         self._known = [*self._known[1 - KEPT_RESULTS :], (how, seen, result, result._version)]
@@ -86,7 +86,7 @@ class SteadyTensors:
 
 
 def steady(conds: Conds, tensors: SteadyTensors) -> Conds:
-    """Return the conditionings with conditions that join the same prompts to the same tensor."""
+    """Return the conditionings with conditions that give the same tensor for the same prompts."""
     return [None if group is None else [_steady(cond, tensors) for cond in group] for group in conds]
 
 
@@ -103,7 +103,7 @@ def _steady_kinds() -> dict[type, type]:
 
 
 def _steady_kind(kind: type) -> type:
-    """Return a class that does what a class of conditions does, with ``SteadyTensors``."""
+    """Return a class of conditions that takes its results from ``SteadyTensors``."""
 
     class Steady(kind):
         def __init__(self, cond: torch.Tensor, tensors: SteadyTensors):
@@ -132,7 +132,7 @@ class SteadyPrompts(NotCopied):
     def __init__(self, handle: EngineHandle, tensors: Callable[[], SteadyTensors | None]):
         """
         Args:
-            tensors: those of the run that a call is part of, or None.
+            tensors: returns the ``SteadyTensors`` of the call's run, or None.
         """
         self._handle, self._tensors = handle, tensors
 
@@ -148,7 +148,7 @@ class SteadyPrompts(NotCopied):
         self, executor: WrapperExecutor, x: torch.Tensor, t: Any, c_concat: Any = None, c_crossattn: Any = None,
         *args: Any, **kwargs: Any,
     ) -> Any:  # fmt: skip
-        """Cast the prompts as ComfyUI is about to; an APPLY_MODEL wrapper."""
+        """Cast the prompts as ComfyUI would; an APPLY_MODEL wrapper."""
         tensors = self._tensors() if self._handle.encodes_prompts else None
         if tensors is not None and type(c_crossattn) is torch.Tensor:
             prompts, device, dtype = c_crossattn, x.device, executor.class_obj.get_dtype_inference()
