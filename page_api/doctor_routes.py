@@ -23,7 +23,7 @@ _warnings = KeptWarnings()
 
 
 def register() -> None:
-    """Add the route to ComfyUI's server, and keep what the pack warns of from now on."""
+    """Add the route to ComfyUI's server, and keep the pack's warnings from now on."""
     if PromptServer.instance is None:
         return
     _warnings.start()
@@ -32,7 +32,7 @@ def register() -> None:
 
 @changes
 async def _show(_request: web.Request) -> web.Response:
-    """Tell the report. It changes nothing, yet only ComfyUI's own page may know."""
+    """Send the report. It changes nothing, yet only ComfyUI's own page may read it."""
     return web.json_response({"text": await asyncio.to_thread(_text)})
 
 
@@ -45,14 +45,14 @@ def _text() -> str:
 
 
 def _options() -> list[str]:
-    """Return the options that ComfyUI was started with; of texts, which may be folders or addresses, no more."""
-    usual, told = parser.parse_args([]), []
+    """Return the options that ComfyUI was started with, without texts, which may be folders or addresses."""
+    usual, given = parser.parse_args([]), []
     for name, value in vars(args).items():
         before = getattr(usual, name, None)
         if value != before and (value or before):  # ComfyUI makes an empty set of a list that nobody gave
             option = f"--{name.replace('_', '-')}"
-            told.append(option if value is True else f"{option} {_shown(value)}")
-    return told
+            given.append(option if value is True else f"{option} {_shown(value)}")
+    return given
 
 
 def _shown(value: Any) -> str:

@@ -26,7 +26,7 @@ EVENT = "hybrid_trt.library"
 MAX_BODY = 1 << 20
 
 _writing = threading.Lock()
-"""Two tabs may change a setting each at the same moment: none is lost."""
+"""Keeps both changes when two tabs change a setting each at the same moment."""
 
 
 def register(routes: web.RouteTableDef) -> None:
@@ -91,7 +91,7 @@ def _entry_json(entry: inventory.Entry) -> dict:
 
 
 def _is_outdated(manifest: Manifest) -> bool:
-    """Tell whether an earlier version of its backend, or of ours, has made an engine for this GPU, and none uses it."""
+    """Tell whether an engine for this GPU is of an earlier version of its backend, or of the pack, and so unused."""
     identity, device = manifest.identity, model_management.get_torch_device()
     backend = backends().get(identity.backend)
     if backend is None or backend.unavailable(device) is not None or identity.device != backend.target(device):

@@ -1,7 +1,7 @@
-"""States of engine nodes for the page: is there an engine, is one being built, what ran in the last run.
+"""States of engine nodes for the page: whether it has an engine, a running build, and the results of its last run.
 
-A node is known by its key, see ``node_key``. What was learnt when it ran (which weights its model has) is kept in the
-library's folder, so that the page gets the truth after a restart too, without a model being loaded.
+A node is known by its key, see ``node_key``. Facts from its run (its model's weights) are kept in the
+library's folder, so that the page gets the right state after a restart too, without loading a model.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from .outlook import NodeRequest, builds_by_itself, parameters_of, refused_by_fi
 
 MAX_NODES = 500
 MOST_SPEED = 1e6
-"""Times as fast as native: what is more comes of figures that nobody measured."""
+"""Most times as fast as native: larger values come from forged figures."""
 
 
 class NodeStates:
@@ -47,11 +47,11 @@ class NodeStates:
         self._lock = threading.Lock()
         self._path = library.roots[0] / FILE_NAME
         self._known: OrderedDict[str, NodeRecord] = read_records(self._path)
-        self._sent: OrderedDict[str, str] = OrderedDict()  # node key -> the one that the page sent it by
-        self._jobs: dict[str, list[str]] = {}  # node key -> its last job, after those that it waits for besides
+        self._sent: OrderedDict[str, str] = OrderedDict()  # node key -> the key that the page sent
+        self._jobs: dict[str, list[str]] = {}  # node key -> other jobs that it waits for, then its last job
 
     def learn(self, key: str, handle: EngineHandle) -> None:
-        """Remember what a node that has just run wants."""
+        """Remember the request of a node that has just run."""
         network = handle.network
         try:
             architecture = network.architecture().name
@@ -123,8 +123,8 @@ class NodeStates:
         return next((job for job in jobs if not job.state.final), jobs[-1] if jobs else None)
 
     def state(self, key: str, request: NodeRequest) -> dict:
-        """For the page: ``state``, ``text``, the engine or the job, ``run``: what ran last, where there is no engine
-        ``outlook``: why, and how long one takes, and of sizes what ``picture_fit`` tells.
+        """For the page: ``state``, ``text``, the engine or the job, ``run``: the last run, the fit of sizes;
+        without an engine ``outlook``: why, and how long a build takes.
 
         Args:
             request: the node's settings, read from its prompt. A node that has not run yet is known by it alone.
@@ -163,7 +163,7 @@ class NodeStates:
         if engines:
             answer |= {"state": "ready", "engine": _union_json(engines, known), "job": job.to_json() if job else None}
             if answer["run"] is not None and answer["run"]["opened"] < max(map(_published, engines)):
-                answer["run"] = None  # it tells of the time before this engine
+                answer["run"] = None  # the run was before this engine
             answer["any_size"] = serves_any_size(known.kind, known.backend, known.device)
             if (why := next(filter(None, map(refusal_of, engines)), None)) is not None:
                 backend = engines[0].manifest.identity.backend
@@ -183,7 +183,7 @@ class NodeStates:
     def _there(self, request: NodeRequest) -> bool | None:
         """Tell whether the library has an engine for a node that has not run; None where only a run can tell.
 
-        It has none where no engine names the model's file. It is looked up where a node ran this file as it is now.
+        It has no engine if no engine names the model's file. Else it is looked up if a node ran this same file.
         """
         if not request.label:
             return None
@@ -209,17 +209,17 @@ class NodeStates:
         return bool(engines) and _union_json(engines, asked)["covers"]
 
     def _like(self, request: NodeRequest) -> NodeRecord | None:
-        """The node that ran last with the same model, or else with one of the same kind."""
+        """The node that ran last with the same model, else with a model of the same kind."""
         latest = reversed(list(self._known.values()))
         alike = [known for known in latest if known.kind == request.kind and known.architecture]
         return next((known for known in alike if known.label == request.label), alike[0] if alike else None)
 
     def _outlook(self, known: NodeRecord | None, request: NodeRequest, certain: bool) -> dict:
-        """Return why a node has no engine, how long one takes, and whether anything has to be built.
+        """Return why a node has no engine, how long a build takes, and whether a build is needed.
 
         Args:
-            known: the node, or one like it.
-            certain: whether it is known that there is none; otherwise the next run looks it up.
+            known: the node, or a similar node.
+            certain: whether it is certain that there is no engine; otherwise the next run looks for it.
         """
         if known is None:
             return {"why": "", "seconds": None, "certain": certain, "live": False}
@@ -234,7 +234,7 @@ class NodeStates:
         return {"why": why, "seconds": took, "certain": certain, "live": live}
 
     def _look_up(self, known: NodeRecord) -> tuple[list[Engine], Fallback]:
-        """The engines that a node uses: one, or several where each is for some sizes alone."""
+        """The engines that a node uses: one, or several of different sizes."""
         refusal = Fallback(Reason(known.refusal[0]), known.refusal[1]) if known.refusal else Fallback(Reason.NO_ENGINE)
         if not known.architecture:
             return [], refusal
@@ -257,7 +257,7 @@ class NodeStates:
 
 
 def run_of(key: str, workflow: str = "") -> dict | None:
-    """Return what ran in the last prompt that called a node's network, or None, as where that was another workflow."""
+    """Return the counts of the last prompt that called a node's network; None without, or for another workflow."""
     found = last_run(key)
     if found is None:
         return None
@@ -283,7 +283,7 @@ def run_of(key: str, workflow: str = "") -> dict | None:
 
 
 def longest_prompt(key: str, family: str) -> int:
-    """Return the tokens of the longest prompt of the last run that a node's engine was not built for, or 0.
+    """Return the tokens of the last run's longest prompt that a node's engine was not built for, or 0.
 
     Args:
         family: name of the architecture, ``""`` while it is not known.
@@ -307,7 +307,7 @@ def _uncovered(rows: Sequence[CallStats]) -> list[dict]:
 
 
 def _published(engine: Engine) -> float:
-    """Return the time at which an engine came into its library; 0 when that cannot be told."""
+    """Return the time at which an engine came into its library; 0 if unknown."""
     try:
         return os.stat(engine.folder / MANIFEST_NAME).st_mtime
     except OSError:
@@ -315,7 +315,7 @@ def _published(engine: Engine) -> float:
 
 
 def engine_json(engine: Engine) -> dict:
-    """Return what a person wants to know of an engine."""
+    """Return an engine's facts for people."""
     manifest, here = engine.manifest, trust.figures(engine)
     return {
         "name": engine.folder.name,
@@ -336,9 +336,9 @@ def engine_json(engine: Engine) -> dict:
 
 
 def _union_json(engines: Sequence[Engine], known: NodeRecord) -> dict:
-    """Return what a person wants to know of the engines that a node uses, as if they were one.
+    """Return facts for people on the engines that a node uses, as if they were one engine.
 
-    ``covers``: whether that holds what the node asks for.
+    ``covers``: whether that engine holds the node's profile.
     """
     identity = engines[0].manifest.identity
     backend, architecture = backends()[identity.backend], architectures()[identity.architecture]
@@ -363,7 +363,7 @@ def _speed(parity: Mapping) -> float | None:
 
 
 def _failure(job: Job | None) -> dict:
-    """Return how the last build ended, as far as it explains that there is no engine."""
+    """Return how the last build ended, if that explains the missing engine."""
     if job is None:
         return {}
     if job.elsewhere:
@@ -376,7 +376,7 @@ def _failure(job: Job | None) -> dict:
 
 
 def _changed(source: dict | None) -> bool:
-    """Tell whether a model's file is another one than when the node ran."""
+    """Tell whether a model's file has changed since the node ran."""
     if source is None:
         return False
     try:

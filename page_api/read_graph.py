@@ -1,4 +1,4 @@
-"""Reading of graphs that anybody may have sent: a malformed node counts as missing, so reading one never raises."""
+"""Reading of untrusted graphs: a malformed node counts as missing, so reading never raises."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _MISSING: Node = {"class_type": "", "inputs": {}}
 
 
 def is_node(value: object) -> bool:
-    """Tell whether something is a node of an API prompt: an object with a class and inputs."""
+    """Tell whether a value is a node of an API prompt: an object with a class and inputs."""
     return (
         isinstance(value, Mapping)
         and isinstance(value.get("class_type"), str)
@@ -34,7 +34,7 @@ def nodes_of(prompt: object) -> dict[str, Node]:
 
 
 def node_of(prompt: Prompt | DynamicPrompt, node_id: str) -> Node:
-    """Return a node of a prompt; one that is missing or malformed has no class and no inputs."""
+    """Return a node of a prompt; a missing or malformed node has no class and no inputs."""
     try:
         node = prompt.get_node(node_id) if isinstance(prompt, DynamicPrompt) else prompt[node_id]
     except (NodeNotFoundError, KeyError):
