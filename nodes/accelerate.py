@@ -69,5 +69,5 @@ def _find(control: ControlBase, node_input: NodeInput, settings: dict[str, Any])
 
 
 def _backed(control: ControlBase | None, handle: EngineHandle | None) -> ControlBase | None:
-    """Return a ControlNet with its engine; as it came where it can have none."""
+    """Return a ControlNet with its engine, or unchanged where it can have none."""
     return control if handle is None else back_with_engine(native_controlnet(control), handle)

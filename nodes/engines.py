@@ -1,4 +1,4 @@
-"""Engines of the nodes: looked up, built where the user wants that, and told to the page."""
+"""Engines of the nodes: looked up, built where the user wants that, and reported to the page."""
 
 from __future__ import annotations
 
@@ -57,12 +57,12 @@ WITHOUT_ENGINE = {
 
 
 VAE_ROLES = {DECODE: (Role.VAE_DECODER, "VAE decode"), ENCODE: (Role.VAE_ENCODER, "VAE encode")}
-"""Name of a VAE's network -> its role, and the words for it."""
+"""Name of a VAE's network -> its role, and words for it."""
 
 
 @dataclass(frozen=True)
 class NodeInput:
-    """One network of an engine node: the running prompt, the node's id, and the input that the network comes in by.
+    """One network of an engine node: the running prompt, the node's id, and the input with the network.
 
     Attributes:
         sizes: numbers that replace those of the prompt, see ``for_its_pictures``.
@@ -79,7 +79,7 @@ class NodeInput:
 
     @property
     def key(self) -> str:
-        """The key under which the page knows it: in a loop that of the node in the user's graph."""
+        """Its key on the page: in a loop the key of the node in the user's graph."""
         prompt, node_id = self.prompt, self.node_id
         original, drawn = prompt.get_original_prompt(), drawn_id(prompt, node_id)
         if drawn in original and original[drawn]["class_type"] == prompt.get_node(node_id)["class_type"]:
@@ -107,11 +107,11 @@ class NodeInput:
 def engine_choice(
     network: NativeNetwork, precision: str, backend: str, weights: str = BUILT_IN, **sizes: int
 ) -> EngineChoice:
-    """Return the engine node's settings as a profile in latent elements, a precision, a backend and whose weights.
+    """Return the engine node's settings as a profile in latent elements, a precision, a backend and a kind of weights.
 
     Args:
         weights: ``"built in"`` or ``"replaceable"``.
-        sizes: those of ``RequestedSizes``; 0 is what fits the network's family.
+        sizes: fields of ``RequestedSizes``; 0 is the default of the network's family.
 
     Raises:
         ValueError: sizes in the wrong order; the text is for the user.
@@ -126,10 +126,10 @@ def engine_choice(
 def for_its_pictures(
     network: NativeNetwork, node_input: NodeInput, when_missing: str, settings: Mapping[str, Any]
 ) -> tuple[NodeInput, dict[str, Any]]:
-    """Return a node's input and settings, with Auto's numbers where it builds, and pictures need them.
+    """Return a node's input and settings, with Auto's numbers if it builds and pictures need them.
 
     The page sends zeros for Auto until it knows the model's family. Once the build has loaded the model, it sends
-    Auto's numbers. So the build is for these numbers, and the node is known by the keys of both.
+    Auto's numbers. So the build is for these numbers, and the node gets both keys.
     """
     order, numbers = node_input.order, [name for name in SIZE_NAMES if name in settings]
     meaning = building.meaning(when_missing, network, str(settings.get("backend", AUTO)))
@@ -143,13 +143,13 @@ def for_its_pictures(
     except Unavailable:  # it gets no engine, and the handle says why
         wanted = {}
     sizes = {name: wanted[name] for name in numbers if name in wanted}
-    if not any(size for name, size in sizes.items() if name != "opt_size"):  # best at another size is no other engine
+    if not any(size for name, size in sizes.items() if name != "opt_size"):  # another best size is no other engine
         return node_input, dict(settings)
     return replace(node_input, sizes=sizes), {**settings, **sizes}
 
 
 def find(network: NativeNetwork, choice: EngineChoice, node_input: NodeInput) -> EngineHandle:
-    """Return the handle for a network's engine, which the page knows of from then on."""
+    """Return the handle for a network's engine, and register it with the page."""
     key, order = node_input.key, node_input.order
     drawn, name = drawn_id(node_input.prompt, node_input.node_id), node_input.input_name
     pictures = asked_pictures(order.graph, drawn, name) if order is not None else ()
@@ -165,8 +165,8 @@ def find(network: NativeNetwork, choice: EngineChoice, node_input: NodeInput) ->
 def build(handles: Sequence[EngineHandle], when_missing: str, order: Order | None) -> None:
     """Order or do the builds that a node's handles need, where the user wants that.
 
-    A press on Build builds again what is there only where nothing is missing. A build that fails is told on the node
-    and leaves native to serve.
+    A press on Build rebuilds engines only if no engine is missing. The node reports a build that fails,
+    and native serves.
     """
     again = order is not None and not order.missing_only
     if again and len(handles) > 1:
@@ -183,7 +183,7 @@ def build(handles: Sequence[EngineHandle], when_missing: str, order: Order | Non
 
 
 def controlnet_network(control_net: ControlBase, node_input: NodeInput) -> NativeNetwork | Fallback:
-    """Return the network of a CONTROL_NET, or why it can have no engine, which the page knows from then on."""
+    """Return the network of a CONTROL_NET, or why it can have no engine, which the page gets too."""
     label = node_input.label("ControlNet")
     if type(control_net) is ControlNet:
         return NativeNetwork.of_controlnet(native_controlnet(control_net), label)
@@ -199,11 +199,11 @@ def controlnet_network(control_net: ControlBase, node_input: NodeInput) -> Nativ
 def find_vae(
     vae: VAE, node_input: NodeInput, settings: Mapping[str, Any], when_missing: str | None = None
 ) -> dict[Role, EngineHandle]:
-    """Return the handles for those networks of a native VAE that the graph calls behind a node.
+    """Return the handles for the networks of a native VAE that the graph calls behind a node.
 
     Args:
-        settings: those of the engine node; a VAE follows its sizes and its backend.
-        when_missing: that of a node whose sizes are for the VAE alone.
+        settings: the engine node's settings; a VAE follows its sizes and its backend.
+        when_missing: the choice of a node whose sizes are only for the VAE.
     """
     order, given = node_input.order, {name: settings[name] for name in VAE_SETTINGS if name in settings}
     drawn = drawn_id(node_input.prompt, node_input.node_id)
