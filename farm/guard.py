@@ -27,7 +27,7 @@ def run(command: list[str]) -> int:
 
 
 def _bound_to_us() -> Callable[[], None] | None:
-    """Return what a new process does so that Linux kills it when we end, however; None elsewhere."""
+    """Return a function for a new process that makes Linux kill it when we end; None elsewhere."""
     if sys.platform != "linux":
         return None
     prctl, us = ctypes.CDLL(None).prctl, os.getpid()
