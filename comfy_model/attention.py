@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from comfy.model_patcher import ModelPatcher
 
 OVERRIDE = "optimized_attention_override"
-"""Key in a call's options of an attention function that replaces that of all layers."""
+"""Key in a call's options of a function that replaces the attention of all layers."""
 
 EXACT = ("pytorch", "split", "sub_quad", "xformers", "flash")
 """ComfyUI's names of functions that compute attention exactly, up to rounding."""

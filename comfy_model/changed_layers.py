@@ -41,7 +41,7 @@ MACHINERY = frozenset(torch.nn.Module().__dict__)
 """Attributes that torch keeps on each layer: parts, hooks, the training flag."""
 _OF_A_LOAD = frozenset({"weight_function", "bias_function"})
 _ORDERED = (torch.nn.Sequential, torch.nn.ModuleList, torch.nn.ModuleDict)
-"""Layers that compute with their parts in the order in which they hold them. All others name their parts."""
+"""Layers that compute with their parts in the order in which they hold them. Other layers name their parts."""
 
 _FAMILIES = architectures.__name__
 _NO_FORWARD = torch.nn.Module.forward
@@ -292,7 +292,7 @@ class LayerWatch:
         return replaced_code(self._kinds) if self._clean and self._is_untouched() else self.look()
 
     def _note(self, layers: list[torch.nn.Module], number: int) -> None:
-        """Note what is compared later: the layers are those of the structure, after so many writes."""
+        """Note the values to compare later: the layers match the structure, after so many writes."""
         self._written, self._hooks_ever = number, -1
         self._layers, self._types, self._kinds = layers, list(map(type, layers)), frozenset(map(type, layers))
         self._own = own = [layer.__dict__ for layer in layers]

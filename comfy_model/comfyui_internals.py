@@ -117,7 +117,7 @@ def _words(name: str) -> str:
 
 
 def _takes(function: Any, given: list[str]) -> bool:
-    """Tell whether a function can be called so, or calls what takes its place so."""
+    """Tell whether a function takes these arguments, so that our calls and our replacements of it work."""
     try:
         parameters = list(inspect.signature(function).parameters.values())
     except (TypeError, ValueError):  # not written in Python

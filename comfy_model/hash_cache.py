@@ -1,6 +1,6 @@
 """Weights hashes on disk, by the file that a model was loaded from: a 7 GB checkpoint is hashed once, not every start.
 
-Only for models that ComfyUI's own loaders made and nobody patched; all others are hashed when they are needed. The
+Only for models that ComfyUI's own loaders made and nobody patched; other models are hashed when needed. The
 whole file is read in a thread beside everything else, once per process: its digest tells whether it was changed.
 """
 
@@ -204,7 +204,7 @@ def digest_of(path: str) -> Future[str]:
 
 
 def when_known(digest: Future[str], then: Callable[[str], object]) -> None:
-    """Call ``then`` with a digest, unless there is none."""
+    """Call ``then`` with a digest, unless reading failed."""
     digest.add_done_callback(lambda done: then(done.result()) if done.result() else None)
 
 

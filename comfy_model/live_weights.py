@@ -264,7 +264,7 @@ class LiveWeights:
         return self._share and not patcher.is_dynamic() and _holds_its_patches(patcher)
 
     def _shareable(self, patcher: ModelPatcher) -> set[str]:
-        """The native parameters that can be shared; those of fused or quantised layers all or none."""
+        """The native parameters that can be shared; of fused or quantised layers all or none."""
         if not self._shares(patcher):
             return set()
         found = {name for name in self._places if self._can_share(name)}

@@ -20,17 +20,17 @@ from .comfyui_internals import names_in
 from .whose_code import code_of, is_known, pack_of, wrapped
 
 _FOLLOWED = ("comfy.ldm", "comfy.cldm", "comfy.taesd", "comfy.ops", "torch.nn.modules")
-"""Packages whose functions are read for the names that they use. Loading, which engines do not do, is in others."""
+"""Packages whose functions are read for the names that they use. Engines need no packages for loading."""
 _LOOKED_INTO = (*_FOLLOWED, "comfy.float", "torch", "einops", "math", "comfy_kitchen")
 """Packages in which a name after a dot is looked up."""
 _CASTS = ("comfy.model_management", "cast_to")
 """A module of which networks use only some functions, and the start of these functions' names."""
 ATTENTION = "scaled_dot_product_attention"
-"""The function of torch that ComfyUI's attention and that of engines come down to."""
+"""The function of torch that the attention of ComfyUI and of engines calls in the end."""
 
 _CALLED = ("forward", "decode", "encode", "forward_control_block", "forward_noise_refiner_block", "apply",
            "encode_conditioning")
-"""Methods that ComfyUI calls from outside: two of VAEs, and those of model patches' networks."""
+"""Methods that ComfyUI calls from outside: two of VAEs, the others of model patches' networks."""
 
 _MAY_DIFFER: Mapping[tuple[str, str], Callable[[Callable], bool]] = {APPLY_CONTROL: only_adds_residuals}
 """Places where packs leave harmless functions for good, with a test of harmlessness: they differ only in calls that no

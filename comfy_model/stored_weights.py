@@ -20,11 +20,11 @@ if TYPE_CHECKING:
     from comfy.model_patcher import ModelPatcher
 
 LARGE = 16 * 1024
-"""Dynamic VRAM casts layers with more bytes than this when they are called; others it loads as their file has them."""
+"""Dynamic VRAM casts layers with more bytes than this when they are called; smaller layers keep their file's dtype."""
 
 SERVED = ("TensorCoreFP8E4M3Layout", "TensorCoreFP8E5M2Layout", "TensorWiseINT8Layout", "TensorCoreNVFP4Layout",
           "TensorCoreMXFP8Layout")  # fmt: skip
-"""Formats that can be traced. The kernels of ConvRotW4A4 and AsymW4A8Int8 cannot, those of packs (GGUF) neither."""
+"""Formats that can be traced. The kernels of ConvRotW4A4 and AsymW4A8Int8 cannot, nor can kernels of packs (GGUF)."""
 
 
 @functools.cache
@@ -190,7 +190,7 @@ def _never_patched(model: torch.nn.Module, key: str, dynamic: bool) -> bool:
     """Tell whether ComfyUI loads a weight as it is, whatever patches it has, as ``ModelPatcher.load`` does.
 
     It does so with weights that lie beside layers (``modulation`` of a block), and with buffers. With dynamic VRAM also
-    with those of layers that are not its own. Merged models have patches on all of them.
+    with weights of layers that are not its own. Merged models have patches on all of them.
     """
     path, _, leaf = key.rpartition(".")
     layer = model.get_submodule(path)

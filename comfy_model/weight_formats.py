@@ -1,4 +1,4 @@
-"""Formats of weights that need care: those that no engine can be built from, fp8, and ComfyUI's quantised ones.
+"""Formats of weights that need care: formats without engines, fp8, and ComfyUI's quantised formats.
 
 No engine: weights of other packs. GGUF, bitsandbytes, Nunchaku and their like hand ComfyUI tensors of their own class,
 or packed whole numbers that only their layers can read.
@@ -7,7 +7,7 @@ Plain fp8 weights are cast by ComfyUI; quantised ones (``comfy_quant``, or ``sca
 it is loaded) are multiplied as they are where the GPU can. Their values depend on the way in which the model is loaded:
 
 * *Loaded whole*, patched ones are rounded up or down at random, with a seed from their name. Engines have these values.
-* *Loaded in part*, those that are off the device are patched in each call, and not rounded. Engines have the
+* *Loaded in part*, weights off the device are patched in each call, and not rounded. Engines have the
   values of the model loaded whole.
 * *Dynamic VRAM* keeps a file's weights as they are and casts large layers when they are called. The first call
   of a patched layer has the unrounded weight. Later calls have it rounded by another seed, while there is room for it.

@@ -92,7 +92,7 @@ def value_of(
 
     Args:
         original: the weight and how to convert it, as ``get_key_patches`` gives them.
-        patches: those that act, see ``acting``.
+        patches: the acting patches, see ``acting``.
         cast: the dtype that ComfyUI casts it to before it computes, see ``weight_formats.cast_when_called``.
         called: whether dynamic VRAM always rounds it, see ``stored_weights.rounded_when_called``.
     """
@@ -156,7 +156,7 @@ def forget_hash(patcher: ModelPatcher) -> None:
 
 
 def _kept_under(patcher: ModelPatcher, prefix: str) -> str | None:
-    """The key of a model's hash on disk; None where its weights are not those of its file."""
+    """The key of a model's hash on disk; None where its weights differ from its file's."""
     if edition_of(patcher):
         return None
     return hash_cache.key_of(patcher, prefix, lambda: _sample(patcher, prefix))
@@ -204,7 +204,7 @@ def combine(digests: Mapping[str, bytes]) -> str:
 
 
 def hash_of_parts(hashes: Sequence[str]) -> str:
-    """The hash of a network from those of its parts; ``""`` where one of them is not known."""
+    """The hash of a network from its parts' hashes; ``""`` where one of them is not known."""
     if len(hashes) == 1 or not all(hashes):
         return hashes[0] if len(hashes) == 1 else ""
     return hashlib.sha256(" ".join(hashes).encode()).hexdigest()
@@ -290,7 +290,7 @@ def forget_places(patcher: ModelPatcher) -> None:
 
 
 def _values_of(patcher: ModelPatcher, places: list[tuple[str, dict, str]]) -> bytes:
-    """Some values of every weight, in the order of the names; of patched ones those that ComfyUI keeps aside."""
+    """Some values of every weight, in the order of the names; of patched weights from ComfyUI's backup."""
     parts: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
     aside, by_hooks = getattr(patcher, "backup", {}), getattr(patcher, "hook_backup", {})
     with torch.inference_mode():

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 _LIBRARIES = ("torch", "torchvision", "einops", "comfy_kitchen", "comfy_aimdo", "safetensors", "numpy", "scipy",
               "torchsde", "tqdm")  # fmt: skip
 _PACKS = ("custom_nodes", "site-packages", "dist-packages", "tests")
-"""Folders in which the code of others lies, wherever they are."""
+"""Names of folders with the code of other packs and libraries."""
 _OURS = __name__.rpartition(".comfy_model")[0]
 _MOST_WRAPPED = 16
 

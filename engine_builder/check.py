@@ -63,7 +63,7 @@ def check_engine(
         ValidationFailed: its results differ, or it cannot be run; the text has the figures.
         BuildError, Unavailable: the comparison could not be made, for example for want of memory.
         LibraryError: the disk has no room for the comparison.
-        WeightsChanged: the network is not that of the engine any more.
+        WeightsChanged: the network no longer matches the engine.
     """
     progress("checking the engine's files", 0.0)
     try:

@@ -20,7 +20,7 @@ NAME = "hybrid_trt"
 
 def load_pack() -> None:
     """Make the pack importable as the package ``hybrid_trt``."""
-    # the pack's `nodes` would hide ComfyUI's, and files of this folder modules of others
+    # the pack's `nodes` would hide ComfyUI's, and files of this folder other modules
     hidden = {str(ROOT), str(ROOT / "engine_builder")}
     sys.path[:] = [p for p in sys.path if os.path.realpath(p or os.curdir) not in hidden]
     if NAME not in sys.modules:

@@ -36,7 +36,7 @@ def temporary_beside(path: Path) -> Path:
 
 
 def write_file(path: Path, contents: bytes | str, durable: bool = False) -> None:
-    """Write a file so that others find the old one or the new one, never a part. The folder has to be there.
+    """Write a file so that readers find the old or the new contents, never a part. The folder has to be there.
 
     Args:
         durable: force it to the disk, which takes milliseconds; for what cannot be worked out again.

@@ -71,7 +71,7 @@ class Engine:
         return contents
 
     def check_contents(self, check: Check | None = None) -> None:
-        """Raise Unavailable when a file's contents are not those that were built. Reads everything, files in parallel.
+        """Raise Unavailable when a file's contents have changed since the build. Reads everything, files in parallel.
 
         For users' checks. Engines that run are read by ``read_checked``: a file can change at any moment.
         """

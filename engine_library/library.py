@@ -1,6 +1,6 @@
 """The library: folders of engines, each engine a folder of its files and its manifest.
 
-An engine appears by one rename of a finished folder, so it is there wholly or not at all, whoever is killed when.
+An engine appears by one rename of a finished folder, so it is there wholly or not at all, whichever process is killed.
 """
 
 from __future__ import annotations

@@ -59,7 +59,7 @@ class EngineIdentity:
         backend, backend_version: the backend that built it.
         device: what it runs on, in the backend's words: ``"any"``, or a GPU's name and compute capability.
         layout: layout of the network whose weights are built in: with other settings of a layer these weights give
-            other results. ``""`` for an engine of any weights, and in those of earlier versions.
+            other results. ``""`` for an engine of any weights, and in manifests of earlier versions.
     """
 
     architecture: str
@@ -176,10 +176,10 @@ class Manifest:
 
     @classmethod
     def from_json(cls, data: object) -> Manifest:
-        """The inverse of ``to_json``, whoever wrote it.
+        """The inverse of ``to_json``, for untrusted data.
 
         Raises:
-            MalformedInput: something is not what it has to be; nothing unknown is passed over.
+            MalformedInput: a value is wrong, or not known.
         """
         data = schema.mapping(data, "the manifest", _NEEDED, _LATER)
         inputs, outputs = _specs(data["inputs"], "inputs"), _specs(data["outputs"], "outputs")
@@ -248,7 +248,7 @@ def _identity(data: object) -> EngineIdentity:
 
 
 def read_profile(data: object) -> Profile:
-    """Read the shapes that an engine accepts, whoever wrote them.
+    """Read the shapes that an engine accepts, from untrusted data.
 
     Raises:
         MalformedInput: they are none.

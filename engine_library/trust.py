@@ -80,7 +80,7 @@ _unkept: dict[tuple[str, str], tuple[Record, tuple]] = {}
 def keep(folder: Path, manifest: Manifest, record: Record, home: Path | None = None) -> None:
     """Sign an engine's record and keep it in ``folder``, or beside the secret when the library is read-only.
 
-    Beside the secret as well when another worker of the fleet built it: its own record stays for the others.
+    Beside the secret as well when another worker of the fleet built it: that worker's record stays in the folder.
 
     Args:
         folder: where the engine's files are now.

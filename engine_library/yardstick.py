@@ -40,7 +40,7 @@ def over_limit(cases: Sequence[Mapping]) -> Mapping | None:
 
 
 def figures(cases: Sequence[Mapping]) -> dict[str, float]:
-    """Return the figures that stand for all cases: those of the one with the largest error."""
+    """Return the figures that stand for all cases: the figures with the largest error."""
     worst = max(cases, key=lambda case: case["rel_err"])
     return {name: worst[name] for name in ("rel_err", "native_rel_err", "limit") if name in worst}
 

@@ -24,7 +24,7 @@ _REPORT_ID = "hybrid_trt_build"
 def build_graph(prompt: Mapping[str, Any], tell: Callable[[str, float], None]) -> dict[str, dict]:
     """Build the missing engines of a graph's nodes, and return the nodes' states by id.
 
-    Nodes that leave their sizes to Auto get those of the graph's pictures, as in the page. These depend on the model,
+    Nodes that leave their sizes to Auto get sizes from the graph's pictures, as in the page. These depend on the model,
     so all nodes run once before.
 
     Args:

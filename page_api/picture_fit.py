@@ -1,6 +1,6 @@
 """Fit of an engine node's numbers and the graph's pictures: Auto's numbers, and pictures that no engine serves.
 
-The page shows these numbers and calculates none. The rules are those of the calls: see ``Architecture``.
+The page shows these numbers and calculates none. The rules are the same as for calls: see ``Architecture``.
 """
 
 from __future__ import annotations

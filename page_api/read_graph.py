@@ -28,7 +28,7 @@ def is_link(value: object) -> bool:
 
 
 def nodes_of(prompt: object) -> dict[str, Node]:
-    """Return the nodes of a prompt by id, without those that are malformed."""
+    """Return the nodes of a prompt by id, without malformed nodes."""
     found = prompt.items() if isinstance(prompt, Mapping) else ()
     return {node_id: node for node_id, node in found if isinstance(node_id, str) and is_node(node)}
 

@@ -47,7 +47,7 @@ Font = ImageFont.FreeTypeFont | ImageFont.ImageFont
 
 
 def as_drawn(rows: Iterable[CallStats], drawn: Callable[[str], str]) -> list[CallStats]:
-    """Merge the stats of nodes that ComfyUI copied, for example one per iteration of a loop, into those of one node.
+    """Merge the stats of nodes that ComfyUI copied, for example one per iteration of a loop, into a node's.
 
     Args:
         drawn: id of a node -> id of its node in the user's graph.

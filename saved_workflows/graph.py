@@ -117,7 +117,7 @@ class Graph:
         return list(self._into[node].values())
 
     def links_at(self, node: Any) -> list[Link]:
-        """Return the links into a node, and those that begin at it."""
+        """Return the links into a node, and out of it."""
         return [*self.links_into(node), *(link for slot in self._from[node].values() for link in slot.values())]
 
     def made(self, node: Node) -> dict[int, Any]:
@@ -154,7 +154,7 @@ class Graph:
             self.data["outputs"][link.target_slot]["linkIds"].remove(link.id)
 
     def depends_on(self, node: Any, other: Any) -> bool:
-        """Tell whether a node needs another one, or is it."""
+        """Tell whether a node depends on another node, or is that node."""
         return node in self.needing(other)
 
     def needing(self, node: Any) -> list[Any]:

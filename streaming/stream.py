@@ -123,7 +123,7 @@ class Stream:
         return self._batch is not None and self._batch.busy
 
     def joins(self, image: torch.Tensor) -> bool:
-        """Tell whether a frame may begin beside those in work."""
+        """Tell whether a frame may begin beside the frames in work."""
         return not self.busy or self._batch.shape == self._latent_shape(image)
 
     def begin(self, image: torch.Tensor, number: int, key: Any) -> tuple[Any, Picture] | None:

@@ -32,7 +32,7 @@ class Unusable(Exception):
 
 
 def library(folder: Path | None, comfyui: Path | None) -> Library:
-    """Return the library in a folder, or that of a ComfyUI, whose modules can be imported afterwards.
+    """Return the library in a folder, or a ComfyUI's library; its modules can be imported afterwards.
 
     Raises:
         Unusable: neither is known.
@@ -51,7 +51,7 @@ def library(folder: Path | None, comfyui: Path | None) -> Library:
 
 
 def find(comfyui: Path | None) -> Path | None:
-    """Return the ComfyUI to use: the one given, that of COMFYUI_PATH, or the one this pack is installed in.
+    """Return the ComfyUI to use: the given folder, COMFYUI_PATH, or the ComfyUI with this pack.
 
     Raises:
         Unusable: the named folder is no ComfyUI.
@@ -66,7 +66,7 @@ def find(comfyui: Path | None) -> Path | None:
 
 
 def start(comfyui: Path | None, folder: Path | None, device: str | None) -> str:
-    """Load ComfyUI's nodes with those of all packs, and return the name that this pack has as a package there.
+    """Load the nodes of ComfyUI and of all packs, and return this pack's name as a package there.
 
     Args:
         folder: the library, in place of ComfyUI's.
@@ -180,7 +180,7 @@ def _path(kind: str, name: str) -> str:
 
 
 def _enter(root: Path) -> None:
-    """Make ComfyUI's modules importable, and its folders those of its extra_model_paths.yaml."""
+    """Make ComfyUI's modules importable, and apply its extra_model_paths.yaml."""
     if str(root) in sys.path:
         return
     sys.path.insert(0, str(root))

@@ -41,7 +41,7 @@ def export_onnx(
         function: takes the inputs in order, gives a tuple of the outputs in order.
         symbols: sizes of the example that is traced.
         offsets: where each parameter lies in ``model.onnx.data``, when that is written already.
-        names: the parameters' names for ``parameters.json``; those of ``function`` by default.
+        names: the parameters' names for ``parameters.json``; by default their names in ``function``.
 
     Raises:
         onnx.checker.ValidationError: the exporter made a graph that is not valid ONNX.

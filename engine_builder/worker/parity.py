@@ -80,7 +80,7 @@ def reference_cases(
     """Calls of some sizes, with native's outputs in float32, whatever dtype its weights are in.
 
     Weights are cast layer by layer, so this takes no memory beside them. Nothing of the function is needed afterwards:
-    drop it before an engine is opened. Native's own error is that of the first call: half precision is slow on a CPU.
+    drop it before an engine is opened. Native's own error is from the first call: half precision is slow on a CPU.
     """
     cases, cpu = [], torch.device("cpu")
     for seed, symbols in enumerate(calls, start=1):
@@ -152,7 +152,7 @@ def check_parity(
 
     Args:
         cases: from ``reference_cases``.
-        limit: largest relative error that passes where native's own is not known; that of the precision by default.
+        limit: largest relative error that passes where native's own is not known; by default the precision's.
 
     Returns:
         The record for the manifest: per case its symbols and the largest relative error of its outputs.
