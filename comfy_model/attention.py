@@ -113,7 +113,7 @@ def _look_at_override(override: Callable) -> str | None:
 
 
 def _wrapped(override: Callable) -> Callable | None:
-    """The function that ComfyUI's own setter made an override of; None where the override is somebody else's."""
+    """The function inside an override by ComfyUI's own setter; None for other overrides."""
     from comfy.model_patcher import ModelPatcher
 
     setter = getattr(ModelPatcher, "set_model_optimized_attention", None)
@@ -145,7 +145,7 @@ def _registered() -> Mapping[str, Callable]:
 
 
 def _name(function: Callable) -> str:
-    """Return what ComfyUI calls a function, else where it is from. No path: packs' modules are named by theirs."""
+    """Return ComfyUI's name of a function, else its module and its own name, without a path."""
     for name, known in _registered().items():
         if known is function:
             return name

@@ -46,9 +46,9 @@ class NativeNetwork:
         patcher: ComfyUI's patcher that loads, patches and moves the weights.
         module: the UNet, ControlNet or VAE itself.
         prefix: where ``module`` lies in the patcher's model: ``"diffusion_model."``, or ``""`` for the whole model.
-        dtype: what it computes in.
+        dtype: its compute dtype.
         label: its name as the user knows it.
-        role: what it is to ComfyUI; a VAE's module has two roles.
+        role: its role in ComfyUI; a VAE's module has two roles.
         companion: the network of a model patch that its engine computes too, or None. ``module`` is both then.
         absorbs: the kind of that patch.
         keeps_tokens: whether its engine computes ``KeptTokens`` too, which is a patch without a network.

@@ -1,7 +1,7 @@
 """Model patches on several GPUs: each GPU has a patch of its own, with a network of its own.
 
-ComfyUI calls the same patch for all GPUs at once, each in a thread. But its network is on one GPU, and it keeps what it
-computes from layer to layer on itself, so that one GPU's layers would take another's values.
+ComfyUI calls the same patch for all GPUs at once, each in a thread. But its network is on one GPU, and its
+attributes hold values from layer to layer, so that a GPU's layers would take another GPU's values.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Finds code of other packs in the place of ComfyUI's or torch's, where a network computes with it.
 
-Engines hold what ComfyUI's own code computes. Packs replace functions of its modules and methods of its classes for all
+Engines compute as ComfyUI's own code does. Packs replace functions of its modules and methods of its classes for all
 models at once, some for good, some for a single call. Here each such place that a network's forward reaches is noted
 once, by reading the names in its code. Later it is compared, which takes microseconds.
 """

@@ -57,7 +57,7 @@ class Job:
         expected: forecast of the total seconds, or None; see ``expected_time``.
         attended: whether somebody waited for it, and did not leave it to the background.
         waiters: number of callers that wait for it now; when the last one leaves, a job without ``left`` is cancelled.
-        left: whether somebody ordered it and did not wait.
+        left: whether a caller ordered it and did not wait.
         log: the latest lines that exporter and backend wrote.
         cleared: whether a user has read how it ended and removed it from the list.
     """

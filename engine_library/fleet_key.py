@@ -85,7 +85,7 @@ def _key() -> bytes | None:
 
 
 def _read(path: Path) -> tuple[bytes | None, str]:
-    """Return the key, or why there is none. Never with the path: somebody may have put the key itself there."""
+    """Return the key, or why there is none. Never with the path: a user may have put the key itself there."""
     try:
         with os.fdopen(open_regular(path), "rb") as file:
             key, private = file.read(LONGEST + 1), is_private(file.fileno(), path)

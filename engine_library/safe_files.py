@@ -1,4 +1,4 @@
-"""Files that somebody else may have put where ours should lie: only regular ones are opened, and no link is followed.
+"""Safe opening of files that others may have replaced: only regular files are opened, and no link is followed.
 
 Anybody who can write to the library's folder can put anything there. A link would have us read or overwrite a file
 elsewhere, a pipe would keep us waiting for ever, and a huge file would take all memory.

@@ -173,7 +173,7 @@ class FrameNodes:
         """Run the nodes for a frame (1, H, W, 3), and return images (1, H, W, C) by the number of their ControlNet.
 
         Raises:
-            ValueError: a node gives no image now; the text is for the user. Nodes raise what they raise.
+            ValueError: a node gives no image now; the text is for the user. Errors of nodes pass through.
         """
         known: dict[Link, list] = {link: [frame] for link in self._frames}
         for node in self._nodes:
