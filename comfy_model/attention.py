@@ -1,4 +1,4 @@
-"""The attention that ComfyUI computes natively: whether it is exact, as an engine's always is, and what it is called.
+"""Name and exactness of the attention that ComfyUI computes natively; an engine's attention is always exact.
 
 Newer versions of ComfyUI let users choose it for one model (*Model Attention Backend*, an override in the model's
 options) or for all (``--use-ck-attention``). Layers may prefer one too, because a checkpoint or a LoRA says so.
@@ -18,13 +18,13 @@ if TYPE_CHECKING:
     from comfy.model_patcher import ModelPatcher
 
 OVERRIDE = "optimized_attention_override"
-"""Under this name a call's options have the attention that all layers compute instead of their own."""
+"""Key in a call's options of a function that replaces the attention of all layers."""
 
 EXACT = ("pytorch", "split", "sub_quad", "xformers", "flash")
 """ComfyUI's names of functions that compute attention exactly, up to rounding."""
 
 _KNOWN_INEXACT = "int8"
-"""In the names of functions that are close to exact attention: what prefers them gets an engine and is told."""
+"""Part of the names of functions close to exact attention: layers that prefer them get an engine, and a remark."""
 
 Looks = weakref.WeakKeyDictionary[Callable, str | None]
 """Names of functions, or None where they are exact."""
@@ -47,7 +47,7 @@ def preference_class() -> type | None:
 def part_replaced(parts: Mapping[str, Any], prefix: str) -> str | None:
     """The first of a patcher's replaced parts, name -> object, below ``prefix`` that an engine would lose, or None.
 
-    What a LoRA's ``config`` puts there is none, if all it says is a preference that engines may pass over.
+    Parts from a LoRA's ``config`` do not count if they only state a preference that engines may ignore.
     """
     kind = preference_class()
     names = (name for name in parts if f"{name}.".startswith(prefix))
@@ -55,7 +55,7 @@ def part_replaced(parts: Mapping[str, Any], prefix: str) -> str | None:
 
 
 def unknown_preference(module: torch.nn.Module, patcher: ModelPatcher, prefix: str) -> str | None:
-    """The name of an attention that a layer prefers, where an engine should not take its place, or None."""
+    """The name of a layer's preferred attention that an engine should not replace, or None."""
     return next(filter(None, map(_not_passed_over, _preferences(module, patcher, prefix))), None)
 
 
@@ -113,7 +113,7 @@ def _look_at_override(override: Callable) -> str | None:
 
 
 def _wrapped(override: Callable) -> Callable | None:
-    """The function that ComfyUI's own setter made an override of; None where the override is somebody else's."""
+    """The function inside an override by ComfyUI's own setter; None for other overrides."""
     from comfy.model_patcher import ModelPatcher
 
     setter = getattr(ModelPatcher, "set_model_optimized_attention", None)
@@ -138,14 +138,14 @@ def _is_exact(function: Callable) -> bool:
 
 
 def _registered() -> Mapping[str, Callable]:
-    """ComfyUI's names of functions, what ``get_attention_function`` looks in."""
+    """ComfyUI's table of attention functions by name, as ``get_attention_function`` reads it."""
     from comfy.ldm.modules import attention
 
     return getattr(attention, "REGISTERED_ATTENTION_FUNCTIONS", {})
 
 
 def _name(function: Callable) -> str:
-    """Return what ComfyUI calls a function, else where it is from. No path: packs' modules are named by theirs."""
+    """Return ComfyUI's name of a function, else its module and its own name, without a path."""
     for name, known in _registered().items():
         if known is function:
             return name

@@ -31,17 +31,17 @@ COMPUTES = frozenset({"forward", "_forward", "_conv_forward", "forward_comfy_cas
 """Methods by which layers compute."""
 
 _PADDING = "zeros"
-"""Padding of all convolutions of these networks; for seamless tiles other packs set ``circular``. Other layers may have
-a setting of this name too, which is their own."""
+"""Padding of all convolutions of these networks; for seamless tiles other packs set ``circular``. In other layers
+a setting of this name may mean something else."""
 _CONVOLUTIONS = (torch.nn.Conv1d, torch.nn.Conv2d, torch.nn.Conv3d)
 
 _PLAIN = frozenset({bool, int, float, str, type(None), types.FunctionType, types.BuiltinFunctionType})
-"""Of these types, or lists, dicts and records of them, are the settings of layers: they do not change by themselves."""
+"""Types of layers' settings, also inside lists, dicts and records: their values do not change by themselves."""
 MACHINERY = frozenset(torch.nn.Module().__dict__)
 """Attributes that torch keeps on each layer: parts, hooks, the training flag."""
 _OF_A_LOAD = frozenset({"weight_function", "bias_function"})
 _ORDERED = (torch.nn.Sequential, torch.nn.ModuleList, torch.nn.ModuleDict)
-"""Layers that compute with their parts in the order in which they hold them. All others name their parts."""
+"""Layers that compute with their parts in the order in which they hold them. Other layers name their parts."""
 
 _FAMILIES = architectures.__name__
 _NO_FORWARD = torch.nn.Module.forward
@@ -68,7 +68,7 @@ class _Seen:
         self.values = values
 
     def difference(self, own: dict) -> str | None:
-        """The name of a setting that is another one now, or None."""
+        """The name of a setting that has changed, or None."""
         try:
             if self.read(own) == self.values:
                 return None
@@ -85,10 +85,10 @@ def _nothing(_own: dict) -> None:
 class Structure:
     """The layers of a network as they were when an engine was looked up, in order. Keeps none of them.
 
-    Hashes, copies and live weights are of these. A network with other ones is another network.
+    Hashes, copies and live weights belong to these layers. Other layers make it another network.
 
     Attributes:
-        answers: what was found out about it, which is forgotten with it.
+        answers: cached facts about the network, dropped with this object.
     """
 
     def __init__(self, layers: Sequence[torch.nn.Module]):
@@ -96,7 +96,7 @@ class Structure:
         self.seen = list(map(_Seen, layers))
 
     def difference(self, module: torch.nn.Module, layers: Sequence[torch.nn.Module]) -> str | None:
-        """Find what is another one in a network now; in words, or None."""
+        """Return in words the first difference of a network from this structure, or None."""
         for layer, seen in zip(layers, self.seen, strict=False):
             if seen.layer() is not layer or seen.kind is not type(layer):
                 return f"{_name(module, layer)} is not the layer that was there"
@@ -118,7 +118,7 @@ def structure_of(module: torch.nn.Module) -> Structure | None:
 
 
 def answers_about(module: torch.nn.Module) -> dict[Hashable, Any]:
-    """Return what was found out about a network as long as it has the structure that it has now."""
+    """Return the cached facts about a network; they hold while its structure stays the same."""
     found = _structures.get(module)
     return {} if found is None else found.answers
 
@@ -126,7 +126,7 @@ def answers_about(module: torch.nn.Module) -> dict[Hashable, Any]:
 def layers_of(module: torch.nn.Module) -> list[torch.nn.Module]:
     """All layers of a network, itself first, in an order that tells of each layer's parts.
 
-    Made by hand: large networks have thousands.
+    Written by hand for speed: large networks have thousands of layers.
     """
     layers, todo = [], [module]
     ignored = (type(None), preference_class())
@@ -186,7 +186,7 @@ def _read_by(kind: type) -> frozenset[str]:
 
 
 def replaced(layer: torch.nn.Module) -> str | None:
-    """Return what a layer itself has that makes it compute something else than its class says, in words, or None."""
+    """Return in words the layer's own attribute that changes its class's computation, or None."""
     its = methods(type(layer))
     if not its.isdisjoint(layer.__dict__):
         for name in its.intersection(layer.__dict__):
@@ -202,7 +202,7 @@ def replaced(layer: torch.nn.Module) -> str | None:
 
 @functools.cache
 def left_by_forward(kind: type) -> frozenset[str]:
-    """The names of attributes that a class's forward writes: they tell of its last call, and are no settings."""
+    """The names of attributes that a class's forward writes: results of its last call, not settings."""
     functions = [inspect.unwrap(function) for name in COMPUTES if (function := getattr(kind, name, None)) is not None]
     codes = [getattr(function, "__code__", None) for function in functions]
     steps = (step for code in codes if code is not None for step in dis.get_instructions(code))
@@ -216,10 +216,9 @@ def methods(kind: type) -> frozenset[str]:
 
 
 def layer_classes(kind: type) -> Iterator[type]:
-    """The class and those below it that are of ComfyUI, torch, einops or one of our own families.
+    """Known classes in the MRO; base classes count only for layers that cast their weights.
 
-    Those below it only for a layer that casts its weights: another pack made it, or ComfyUI, for quantised ones, and
-    it stands for the plain layer, since its weights come dequantised.
+    Such a layer, of another pack or of a quantised model, stands for the plain layer: its weights come dequantised.
     """
     for base in kind.__mro__ if hasattr(kind, "comfy_cast_weights") else (kind,):
         if base is not kind and getattr(base, "forward", _NO_FORWARD) is _NO_FORWARD:
@@ -234,7 +233,7 @@ def _is_foreign(kind: type) -> bool:
 
 
 def _is_its_own(layer: torch.nn.Module, name: str) -> bool:
-    """Tell whether what lies on a layer is its class's method, as where ComfyUI has put it back."""
+    """Tell whether a layer's own attribute is its class's method, as after ComfyUI restored it."""
     method = layer.__dict__[name]
     function = getattr(method, "__func__", None)
     return getattr(method, "__self__", None) is layer and function is getattr(type(layer), name)
@@ -245,7 +244,7 @@ def _name(module: torch.nn.Module, layer: torch.nn.Module) -> str:
 
 
 class LayerWatch:
-    """Watches one network; keeps it, as whoever has the watch does."""
+    """Watches one network, and keeps a reference to it."""
 
     def __init__(self, module: torch.nn.Module):
         self._module = module
@@ -254,7 +253,7 @@ class LayerWatch:
         count_writes()
 
     def begin(self, adopt: bool) -> str | None:
-        """Look while an engine is looked up; in words, or None. Later looks compare with what is there now.
+        """Check the layers at an engine's look-up; return a change in words, or None. Later looks compare with it.
 
         Args:
             adopt: take a network with other layers of ComfyUI's than before for another network.
@@ -276,7 +275,7 @@ class LayerWatch:
         return replaced_code(self._kinds)
 
     def look(self) -> str | None:
-        """Find what is not as it was in ``begin``; in words, or None. Takes a millisecond where much was written."""
+        """Return in words a change since ``begin``, or None. Takes a millisecond after many writes."""
         if self._structure is None:
             return self.begin(adopt=False)
         if not (self._clean and self._has_the_same()):
@@ -293,7 +292,7 @@ class LayerWatch:
         return replaced_code(self._kinds) if self._clean and self._is_untouched() else self.look()
 
     def _note(self, layers: list[torch.nn.Module], number: int) -> None:
-        """Note what is compared later: the layers are those of the structure, after so many writes."""
+        """Note the values to compare later: the layers match the structure, after so many writes."""
         self._written, self._hooks_ever = number, -1
         self._layers, self._types, self._kinds = layers, list(map(type, layers)), frozenset(map(type, layers))
         self._own = own = [layer.__dict__ for layer in layers]
@@ -304,7 +303,7 @@ class LayerWatch:
         self._parts = [one["_modules"] for one in own if one["_modules"]]
         self._parts_before = list(map(dict, self._parts))
         self._orders = list(map(list, self._parts))
-        # what may be written to directly, which nobody counts: the network, its lists, their blocks, lists of numbers
+        # direct writes to these are not counted: the network, its lists, their blocks, lists of numbers
         lists = [part for part in self._module._modules.values() if part is not None]
         blocks = [block for part in lists for block in part._modules.values() if block is not None]
         self._top = [part.__dict__ for part in (self._module, *lists, *blocks)]

@@ -1,8 +1,7 @@
 """Features that are switched off where ComfyUI's own code is not as expected.
 
-The table of names is read once, when the pack loads. What is missing costs a feature and never the picture, and the log
-says so once. Other packs put functions of their own in the place of ComfyUI's; what these do differently is looked at
-where it matters, see ``whose_code``.
+The table of names is read once, when the pack loads. A missing name costs a feature and never the picture, and the log
+says so once. Functions of other packs that replace ComfyUI's are checked where they matter, see ``whose_code``.
 """
 
 from __future__ import annotations
@@ -66,10 +65,10 @@ def switch_off(feature: Feature, why: str) -> None:
 
 
 def switched_off(features: Iterable[Feature] | None = None) -> list[str]:
-    """Return what this ComfyUI is not used for, and why, a sentence each; of some features, or of all and families."""
+    """Return a sentence for each feature that is off, and why; without ``features`` also for families."""
     off, left_out = check() if _off is None else _off, _without if features is None else []
-    told = [f"{_sentence(one, '; '.join(off[one]))}." for one in features or Feature if one in off]
-    return [*told, *(f"{why}. Images are right, at most slower." for why in left_out)]
+    sentences = [f"{_sentence(one, '; '.join(off[one]))}." for one in features or Feature if one in off]
+    return [*sentences, *(f"{why}. Images are right, at most slower." for why in left_out)]
 
 
 def _sentence(feature: Feature, why: str) -> str:
@@ -94,7 +93,7 @@ _NOWHERE = object()
 
 
 def _find(name: str) -> Any:
-    """Return what lies at a place, any object for an attribute that a class gives its objects, or ``_NOWHERE``."""
+    """Return the object at a place, or ``_NOWHERE``; any object for an attribute of a class's instances."""
     module, _, path = name.partition(":")
     if module not in sys.modules and module in _SERVERS:
         return None  # a process without a server
@@ -110,7 +109,7 @@ def _find(name: str) -> Any:
 
 
 _SERVERS = ("execution",)
-"""Modules that a server has imported by now, and that nobody else needs."""
+"""Modules that only a server needs, and has imported by now."""
 
 
 def _words(name: str) -> str:
@@ -118,7 +117,7 @@ def _words(name: str) -> str:
 
 
 def _takes(function: Any, given: list[str]) -> bool:
-    """Tell whether a function can be called so, or calls what takes its place so."""
+    """Tell whether a function takes these arguments, so that our calls and our replacements of it work."""
     try:
         parameters = list(inspect.signature(function).parameters.values())
     except (TypeError, ValueError):  # not written in Python
@@ -134,7 +133,7 @@ def _takes(function: Any, given: list[str]) -> bool:
 
 
 def _computes_more(place: str) -> str | None:
-    """Return what a function of ComfyUI's uses that nothing here knows of, in words, or None."""
+    """Return in words the unknown names that a function of ComfyUI's uses, or None."""
     function = inspect.unwrap(_find(place)) if callable(_find(place)) else None
     code = getattr(function, "__code__", None)
     if code is None or code.co_filename != inspect.getfile(sys.modules[place.partition(":")[0]]):
@@ -145,14 +144,14 @@ def _computes_more(place: str) -> str | None:
 
 @functools.cache
 def names_used_by(kind: type) -> frozenset[str]:
-    """All names in the code of a class's methods, attributes that they give its objects among them."""
+    """All names in the code of a class's methods, with the attributes that they set."""
     functions = [getattr(f, "fget", f) for base in kind.__mro__ for f in vars(base).values()]
     codes = [getattr(inspect.unwrap(f), "__code__", None) for f in functions if callable(f)]
     return frozenset(name for code in codes if code is not None for name in names_in(code))
 
 
 def names_in(code: types.CodeType) -> Iterator[str]:
-    """The names that code looks up, in functions inside of it too."""
+    """The names that code looks up, also in nested functions."""
     yield from code.co_names
     for inner in code.co_consts:
         if isinstance(inner, types.CodeType):

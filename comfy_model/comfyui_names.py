@@ -250,4 +250,4 @@ COMPUTED_HERE_TOO = {
         "strength strength_type to torch".split()
     ),
 }
-"""ComfyUI's functions that ``control_stack`` repeats, with all names that they use: others may mean anything."""
+"""ComfyUI's functions that ``control_stack`` repeats, with all names that they use."""

@@ -1,4 +1,4 @@
-"""Differences between the ComfyUIs that people have, told by what is there and never by a version.
+"""Differences between versions of ComfyUI, detected by their features and never by a version number.
 
 Each function says which change of ComfyUI it is for. What ComfyUI's own code is expected to have at all is in
 ``comfyui_internals``.
@@ -25,7 +25,7 @@ MOST_HINTS = 2
 
 
 def hint_of(control: ControlBase, x_noisy: torch.Tensor) -> torch.Tensor | None:
-    """The hint that a control holds for a latent; where it has one slot alone that may be of another size."""
+    """The hint that a control holds for a latent. With a single slot, the hint may be of another size."""
     by_size = hints_by_size(control)
     return control.cond_hint if by_size is None else by_size.get(_size(x_noisy))
 
@@ -66,10 +66,9 @@ _RECORDED = (torch.cuda.CUDAGraph, torch.cuda.Stream, torch.cuda.Event)
 
 
 def is_of_loading(name: str, value: Any) -> bool:
-    """Tell whether an attribute of a model or layer is what ComfyUI's patchers keep there to load its weights.
+    """Tell whether ComfyUI's patchers keep an attribute on a model or layer to load its weights.
 
-    That may be memory of the allocator or a recorded graph, which must neither be kept by a copy nor, by a copy in
-    another process, be freed.
+    It may hold the allocator's memory or a recorded graph. A copy must not keep it, nor free it in another process.
     """
     return name in _LOADING or name.startswith(_LOADING_BEGINS) or _holds_memory(value)
 
@@ -88,13 +87,13 @@ _NO_PLACE = torch.device("cpu")
 
 
 def free_memory(device: torch.device) -> float:
-    """Bytes that a device has to give, with what dynamic VRAM gives up on demand."""
+    """Free bytes of a device, with the weights that dynamic VRAM gives up on demand."""
     from comfy import model_management
     from comfy.model_patcher import ModelPatcher
 
     try:
         return ModelPatcher(torch.nn.Module(), device, _NO_PLACE).get_free_memory(device)
-    except (AttributeError, TypeError):  # patchers are asked in another way: then without what would be given up
+    except (AttributeError, TypeError):  # patchers have another interface: without the weights that would be given up
         return model_management.get_free_memory(device)
 
 
@@ -106,7 +105,7 @@ _KNOWN_PINS = frozenset(
 
 
 def knows_pins(pins: Mapping) -> bool:
-    """Tell whether a model's record of pinned memory has nothing in it that loading may have to see to in each run."""
+    """Tell whether a model's record of pinned memory holds nothing that loading may have to handle in each run."""
     unknown = set(pins) - _KNOWN_PINS
     if unknown:
         switch_off(Feature.STAGED_ONCE, f"this ComfyUI's dynamic_pins has {', '.join(sorted(unknown))}")
@@ -117,8 +116,8 @@ def knows_pins(pins: Mapping) -> bool:
 
 
 def outside_recording() -> contextlib.AbstractContextManager:
-    """Inside, what is allocated belongs to no recording of ComfyUI's: it would have to be the same in each call."""
-    prefetch = sys.modules.get("comfy.model_prefetch")  # who has not imported it records nothing
+    """Keep allocations inside out of ComfyUI's recordings, which expect the same ones in each call."""
+    prefetch = sys.modules.get("comfy.model_prefetch")  # not imported: nothing is recorded
     pause = getattr(prefetch, "pause_malloc_graph", None)
     return pause(sync=False) if pause is not None and works(Feature.GRAPHS) else _NOTHING
 
@@ -138,7 +137,7 @@ def import_comfyui(folder: str) -> None:
 
 
 def _have_no_int8_kernels() -> None:
-    """ComfyUI's attention asks for them when it is imported, which starts CUDA; no build computes with them."""
+    """Keep ComfyUI's attention from asking for int8 kernels at import: that starts CUDA, and no build uses them."""
     with contextlib.suppress(ImportError):
         import comfy_kitchen
 

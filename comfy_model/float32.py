@@ -1,4 +1,4 @@
-"""A network in float32 with the weights that it has in half precision: what it would compute without its rounding."""
+"""A network in float32 with its half precision weights: it gives the results without rounding."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ log = logging.getLogger(__name__)
 def in_float32(function: torch.nn.Module) -> Iterator[None]:
     """Let a module compute in float32: each layer's weights are cast while it runs, and dropped again.
 
-    Quantised layers compute with dequantised weights, and do not round their inputs. A layer whose weights another one
-    reads past its forward is not seen, and torch refuses to mix the dtypes.
+    Quantised layers compute with dequantised weights, and do not round their inputs. A layer whose weights are read
+    outside of its forward is not seen, and torch refuses to mix the dtypes.
     """
     from ..architectures.quantised_linear import computing_exactly
 
@@ -51,7 +51,7 @@ def in_float32(function: torch.nn.Module) -> Iterator[None]:
     finally:
         for hook in hooks:
             hook.remove()
-        for layer, kept in own.items():  # those that failed
+        for layer, kept in own.items():  # layers whose forward failed
             put_back(layer, *kept)
         for layer, dtype in dtypes.items():
             layer.dtype = dtype
@@ -62,9 +62,9 @@ def _is_narrow(tensor: torch.Tensor | None) -> bool:
 
 
 def results_in_float32(function: torch.nn.Module, given: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...] | None:
-    """Return a network's results in float32 where its inputs lie, or None where they cannot be had.
+    """Return a network's results in float32 on its inputs' device, or None where that fails.
 
-    Weights are cast layer by layer, so what this takes is memory for one layer and for what it computes.
+    Weights are cast layer by layer, so this takes memory for one layer and its results.
     """
     try:
         with torch.inference_mode(), in_float32(function), without_tf32(), best_attention(given[0].device):

@@ -1,6 +1,6 @@
 """Weights hashes on disk, by the file that a model was loaded from: a 7 GB checkpoint is hashed once, not every start.
 
-Only for models that ComfyUI's own loaders made and nobody patched; all others are hashed when they are needed. The
+Only for models that ComfyUI's own loaders made and nobody patched; other models are hashed when needed. The
 whole file is read in a thread beside everything else, once per process: its digest tells whether it was changed.
 """
 
@@ -65,7 +65,7 @@ def key_of(patcher: ModelPatcher, prefix: str, sample: Callable[[], str]) -> str
     loader, arguments = patcher.cached_patcher_init[:2]
     options = repr(arguments[1:])
     if " at 0x" in options:
-        return None  # an object without a name of its own, which the next start may have another of
+        return None  # an object without a name: after a restart it may be another object
     dtypes = sorted({str(p.dtype) for p in patcher.model.parameters()})
     return json.dumps([source, state, loader.__name__, options, prefix, dtypes, sample()])
 
@@ -89,9 +89,9 @@ def write(key: str | None, value: str) -> None:
 
 
 def still_holds(key: str | None) -> bool:
-    """Check that the whole file of a hash that was read is the one that the hash was kept for.
+    """Compare the file's digest with the one stored with its hash.
 
-    Waits until the file has been read. A hash of which that is not known holds from now on.
+    Waits until the file has been read. A hash without a stored digest holds from now on.
     """
     if key is None or _folder is None:
         return True
@@ -127,7 +127,7 @@ def known_hashes(source: dict) -> set[str]:
 
 
 def hashes_without_patches(patcher: ModelPatcher) -> set[str]:
-    """Hashes that a patched model cannot have: those of its file. None of a model that is not patched."""
+    """Hashes of the unpatched file: a patched model never has them. Empty for an unpatched model."""
     source = None if version_of(patcher) is None else source_of(patcher)
     return set() if source is None else known_hashes(source)
 
@@ -157,11 +157,10 @@ def _change(change: Callable[[dict[str, str]], object]) -> None:
 
 
 def source_changed(engine: Engine) -> Fallback | None:
-    """Return a reason if the file of an engine's weights has been overwritten; a file that is gone proves nothing.
+    """Return a reason if the file of an engine's weights has been overwritten; a missing file proves nothing.
 
-    Nothing either for an engine that serves any weights.
-    Only of engines built here: a path that a stranger wrote is never touched, it may lead to his server.
-    Another worker's path says nothing either: the file there is of other times here.
+    None for an engine of any weights, and for another worker's: its file has other times here.
+    Only for engines built here: a path that a stranger wrote is never touched, it may lead to his server.
     """
     record, source = trust.record_of(engine), engine.manifest.source
     if record is None or record.verdict != trust.BUILT or not record.here or engine.manifest.identity.any_weights:
@@ -205,7 +204,7 @@ def digest_of(path: str) -> Future[str]:
 
 
 def when_known(digest: Future[str], then: Callable[[str], object]) -> None:
-    """Call ``then`` with a digest, unless there is none."""
+    """Call ``then`` with a digest, unless reading failed."""
     digest.add_done_callback(lambda done: then(done.result()) if done.result() else None)
 
 

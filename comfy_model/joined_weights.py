@@ -22,9 +22,9 @@ def live_weights(network: NativeNetwork, dtype: torch.dtype, share: bool = True)
 
 
 class JoinedWeights:
-    """As ``LiveWeights``, of a network with a companion. Methods take the patcher of the network itself.
+    """Live weights of a network with a companion. Methods take the patcher of the network itself.
 
-    That of the companion is found there: ComfyUI keeps it in the model patch, which the sampled model has.
+    It leads to the companion's patcher: ComfyUI keeps that in the model patch of the sampled model.
     """
 
     def __init__(self, network: NativeNetwork, dtype: torch.dtype, share: bool = True):
@@ -69,7 +69,7 @@ class JoinedWeights:
             own.fuse([one for one in layers if one.layers[0] in its])
 
     def sync_from(self, patcher: ModelPatcher, thorough: bool = True) -> None:
-        """Make the weights those that a patcher stands for, and its model patch.
+        """Set the weights to a patcher's values, and its model patch's.
 
         Raises:
             Unavailable: it has no such patch.
@@ -78,7 +78,7 @@ class JoinedWeights:
             part.sync_from(own, thorough)
 
     def missing(self, patcher: ModelPatcher) -> int:
-        """Bytes that ``sync_from`` would have to take for weights of its own."""
+        """Bytes that ``sync_from`` would allocate for owned weights."""
         return sum(part.missing(own) for part, own in zip(self._parts, self._patchers(patcher), strict=True))
 
     def release(self) -> None:

@@ -1,7 +1,7 @@
 """Number of attributes that anybody has set or deleted on any layer so far.
 
-torch does both for all layers by two methods of its own, which count here. So whoever watches layers sees from one
-number that nobody wrote to them, however many they are. Writing to a layer's dicts directly is not counted.
+torch does both for all layers in two methods, which count here. So a single number shows that nobody wrote to any
+layer, however many there are. Writing to a layer's dicts directly is not counted.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _latest = 0
 def _counted_set(self: torch.nn.Module, name: str, value: Any) -> None:
     global _latest
     _set(self, name, value)
-    _latest = next(_numbers)  # behind the write: who sees the number sees the attribute
+    _latest = next(_numbers)  # after the write: a reader of the number sees the attribute
 
 
 def _counted_delete(self: torch.nn.Module, name: str) -> None:
@@ -35,7 +35,7 @@ def count_writes() -> None:
 
 
 def writes() -> int:
-    """Return the number; a new one in each call where another pack has replaced what counts."""
+    """Return the number; a new number in each call where another pack replaced the counting methods."""
     if torch.nn.Module.__setattr__ is _counted_set and torch.nn.Module.__delattr__ is _counted_delete:
         return _latest
     return next(_numbers)

@@ -59,14 +59,14 @@ class FusedWeights:
         return self._parts()[self.names.index(name)]
 
     def keep(self) -> None:
-        """The tensor is for our own values from now on: nobody else's may be views of it."""
+        """Stop sharing storage with native parameters."""
         if self._lent:
             self.release()
 
     def lend(self, places: Sequence[tuple[torch.nn.Module, str]]) -> None:
         """Let native parameters at these places be views, so that there is one copy of them.
 
-        Where ComfyUI has put other tensors in their place a new tensor is made: it may put parts of the old one back.
+        A new tensor is made where ComfyUI has replaced theirs: it may restore parts of the old tensor.
         """
         live = [owner._parameters[leaf].data for owner, leaf in places]
         if self._lent and all(a.data_ptr() == b.data_ptr() for a, b in zip(live, self._parts(), strict=True)):
@@ -155,7 +155,7 @@ class LiveWeights:
 
     @property
     def most_bytes(self) -> int:
-        """Memory of all weights, where none could be used where it is."""
+        """Memory of all weights if none could be shared."""
         return sum(parameter.numel() * parameter.element_size() for _, parameter in self._parameters())
 
     @property
@@ -163,7 +163,7 @@ class LiveWeights:
         return self._bound_to is not None
 
     def sync_from(self, patcher: ModelPatcher, thorough: bool = True) -> None:
-        """Make the weights those that a patcher stands for: its file's, with its LoRAs.
+        """Set the weights to a patcher's values: its file's, with its LoRAs.
 
         Args:
             thorough: check the address of every shared tensor, and not only ComfyUI's own record of the loading state.
@@ -177,7 +177,7 @@ class LiveWeights:
         self.version += 1
 
     def missing(self, patcher: ModelPatcher) -> int:
-        """Bytes that ``sync_from`` would have to take for weights of its own."""
+        """Bytes that ``sync_from`` would allocate for owned weights."""
         shareable = self._shareable(patcher)
         size = 0
         for name, parameter in self._parameters():
@@ -219,7 +219,7 @@ class LiveWeights:
                 whole.keep()
         entries, cast = weights_with_patches(patcher, self._prefix), cast_when_called(patcher)
         for key in list(entries):
-            # popped: kept until the end, tensors that are laid out anew would be there twice
+            # popped: else tensors with a new layout would exist twice until the end
             original, *patches = entries.pop(key)
             patches = acting(patches)
             native = key[len(self._prefix) :]
@@ -264,7 +264,7 @@ class LiveWeights:
         return self._share and not patcher.is_dynamic() and _holds_its_patches(patcher)
 
     def _shareable(self, patcher: ModelPatcher) -> set[str]:
-        """The native parameters that can be used where they are; of fused or quantised ones all can or none."""
+        """The native parameters that can be shared; of fused or quantised layers all or none."""
         if not self._shares(patcher):
             return set()
         found = {name for name in self._places if self._can_share(name)}
@@ -282,7 +282,7 @@ class LiveWeights:
         return not getattr(owner, f"{leaf}_function", None) and getattr(owner, f"{leaf}_lowvram_function", None) is None
 
     def _laid_out(self, name: str) -> torch.Tensor:
-        """The native parameter, to be used where it is; convolutions are put into channels_last there."""
+        """The native parameter, to be shared; convolutions are converted to channels_last in place."""
         owner, leaf = self._native_place(name)
         if is_quantised(owner._parameters[leaf]):
             return self._native_tensor(name)

@@ -1,4 +1,4 @@
-"""Copies of native modules without what ComfyUI keeps on layers to load them.
+"""Copies of native modules without the attributes that ComfyUI keeps on layers to load them.
 
 ``plain_copy`` has the structure alone, and computes in plain torch: no casting, streaming or patching per call.
 ``native_copy`` is another native module, with weights of its own.

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 UNET_PREFIX = "diffusion_model."
 _CAST = "manual_cast_dtype"
-"""Under this name a patcher has the compute dtype that it wants of its model, or the model the one that is its own."""
+"""Attribute of the compute dtype: on a patcher the dtype that it requests, on a model its own."""
 _UNPATCHED = object()
 
 _both: weakref.WeakKeyDictionary[torch.nn.Module, weakref.WeakKeyDictionary[ModelPatcher, WithCompanion]] = (
@@ -46,9 +46,9 @@ class NativeNetwork:
         patcher: ComfyUI's patcher that loads, patches and moves the weights.
         module: the UNet, ControlNet or VAE itself.
         prefix: where ``module`` lies in the patcher's model: ``"diffusion_model."``, or ``""`` for the whole model.
-        dtype: what it computes in.
+        dtype: its compute dtype.
         label: its name as the user knows it.
-        role: what it is to ComfyUI; a VAE's module has two roles.
+        role: its role in ComfyUI; a VAE's module has two roles.
         companion: the network of a model patch that its engine computes too, or None. ``module`` is both then.
         absorbs: the kind of that patch.
         keeps_tokens: whether its engine computes ``KeptTokens`` too, which is a patch without a network.
@@ -115,9 +115,9 @@ class NativeNetwork:
         return layers_for_live_weights(self.module)
 
     def undo_foreign_patches(self) -> None:
-        """Take back what another clone's node replaced in the module or put into it: ComfyUI leaves that on it.
+        """Undo changes that another clone's node made to the module: ComfyUI leaves them in place.
 
-        Only while nothing samples with the model: who samples with such a clone next has it put on again.
+        Only while nothing samples with the model. The next sampling with such a clone applies them again.
         """
         from comfy.model_management import loaded_models
 
@@ -126,27 +126,27 @@ class NativeNetwork:
             return
         for other in loaded_models():  # of a model's clones the one that was loaded last
             if other is not None and other.model is model:
-                other.eject_model()  # what it injected: its own patcher alone knows how
+                other.eject_model()  # only its own patcher can undo its injections
         if self._leftovers():
             self.patcher.unpatch_model(unpatch_weights=False)
 
     def _leftovers(self) -> list[str]:
-        """The parts of the module that are another node's now."""
+        """The parts of the module that another node has replaced."""
         own, ignored = self.patcher.object_patches_backup, preference_class()
         return [name for name in own if f"{name}.".startswith(self.prefix) and type(own[name]) is not ignored]
 
     def unchanged_architecture(self, watch: LayerWatch | None = None) -> Architecture:
-        """The family it belongs to, its layers being as their classes say. Looks at every layer: once per run.
+        """The family it belongs to, with every layer checked against its class: once per run.
 
         Args:
-            watch: that of its layers, where somebody has one.
+            watch: the watch of its layers, if there is one.
 
         Raises:
             Unavailable: no engine can be built for this network, or for the way it is patched.
         """
         self._check_patches()
         sampled_by = getattr(self.patcher.model, "current_patcher", None)
-        if sampled_by is not None and sampled_by.injections:  # what is the model's own cannot be told meanwhile
+        if sampled_by is not None and sampled_by.injections:  # the model's own parts are not known meanwhile
             raise Unavailable(Reason.MODEL_PATCHED, "another node has put parts into the model that is sampled now")
         if left := self._leftovers():
             raise Unavailable(Reason.MODEL_PATCHED, f"another node's {left[0]} lies on the model")
@@ -207,11 +207,11 @@ class NativeNetwork:
         return hash_of_parts([weights_hash(part.patcher, part.prefix, check) for part in self.parts])
 
     def known_hash(self) -> str:
-        """As ``weights_hash`` if somebody has needed it already, else ``""``."""
+        """The result of ``weights_hash`` if it is known already, else ``""``."""
         return hash_of_parts([known_hash(part.patcher, part.prefix) for part in self.parts])
 
     def other_hashes(self) -> set[str]:
-        """Hashes that it certainly has not; cheap, see ``hash_cache.hashes_without_patches``."""
+        """Hashes that cannot be its own; cheap, see ``hash_cache.hashes_without_patches``."""
         return hashes_without_patches(self.patcher)
 
     def forget_hash(self) -> None:
@@ -287,7 +287,7 @@ def _together(model: torch.nn.Module, patcher: ModelPatcher) -> WithCompanion:
 
 
 def replaced_part(patcher: ModelPatcher, prefix: str) -> str | None:
-    """Return what a patcher replaces in its network and an engine would lose, in words, or None. Cheap."""
+    """Return in words a replaced part of a patcher's network that an engine would lose, or None. Cheap."""
     parts = patcher.object_patches
     if not parts or (name := part_replaced(parts, prefix)) is None:
         return None
@@ -296,7 +296,7 @@ def replaced_part(patcher: ModelPatcher, prefix: str) -> str | None:
 
 
 def _compute_dtype(model: ModelPatcher) -> torch.dtype:
-    """Return what a MODEL computes in: read past what another patcher of the same model has left in place."""
+    """Return a MODEL's compute dtype, past the values that another patcher of the model left in place."""
     return model.get_model_object(_CAST) or model.model.get_dtype()
 
 

@@ -1,7 +1,7 @@
 """Model patches on several GPUs: each GPU has a patch of its own, with a network of its own.
 
-ComfyUI calls the same patch for all GPUs at once, each in a thread. But its network is on one GPU, and it keeps what it
-computes from layer to layer on itself, so that one GPU's layers would take another's values.
+ComfyUI calls the same patch for all GPUs at once, each in a thread. But its network is on one GPU, and its
+attributes hold values from layer to layer, so that a GPU's layers would take another GPU's values.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from comfy.model_patcher import ModelPatcher
 
 THREAD = "multigpu_thread_device"
-"""Under this name the options of a call have its GPU, where ComfyUI makes several calls at once."""
+"""Key of a call's GPU in its options, where ComfyUI makes several calls at once."""
 
 _elsewhere: weakref.WeakKeyDictionary[torch.nn.Module, dict[torch.device, tuple[int, ModelPatcher]]] = (
     weakref.WeakKeyDictionary()
@@ -33,7 +33,7 @@ _elsewhere: weakref.WeakKeyDictionary[torch.nn.Module, dict[torch.device, tuple[
 
 
 class PatchesOnGpus:
-    """The model patch of a model that several GPUs sample with, on each of them, if engines compute such ones."""
+    """The model patch, on each GPU, of a model that several GPUs sample with, if engines compute its kind."""
 
     def __init__(self) -> None:
         self._parts: Mapping[str, Any] = {}
@@ -65,16 +65,16 @@ class PatchesOnGpus:
         return edited
 
     def put(self, options: Mapping[str, Any]) -> None:
-        """Put the patch of a GPU in the place of the one that all have, in the options of a call there."""
+        """Replace the shared patch by the GPU's own in the options of a call there."""
         device, patches = options.get(THREAD), options.get("patches", {})
         for place, part in self._own.get(device, {}).items():
-            if hasattr(part, "to"):  # as ComfyUI does with that of all
+            if hasattr(part, "to"):  # as ComfyUI does with the shared patch
                 part.to(device)
             patches[place] = [part if one is self._parts[place] else one for one in patches.get(place, ())]
 
 
 def _on(companion: ModelPatcher, device: torch.device) -> ModelPatcher:
-    """Return the patcher of a patch's network, or of a copy of that on another device."""
+    """Return the patcher of a patch's network, or of the network's copy on another device."""
     if companion.load_device == device or companion.patches:  # patched weights may be in the network itself
         return companion
     copies = _elsewhere.setdefault(companion.model, {})

@@ -1,6 +1,6 @@
 """Finds code of other packs in the place of ComfyUI's or torch's, where a network computes with it.
 
-Engines hold what ComfyUI's own code computes. Packs replace functions of its modules and methods of its classes for all
+Engines compute as ComfyUI's own code does. Packs replace functions of its modules and methods of its classes for all
 models at once, some for good, some for a single call. Here each such place that a network's forward reaches is noted
 once, by reading the names in its code. Later it is compared, which takes microseconds.
 """
@@ -20,20 +20,20 @@ from .comfyui_internals import names_in
 from .whose_code import code_of, is_known, pack_of, wrapped
 
 _FOLLOWED = ("comfy.ldm", "comfy.cldm", "comfy.taesd", "comfy.ops", "torch.nn.modules")
-"""Packages whose functions are read for the names that they use. Loading, which engines do not do, is in others."""
+"""Packages whose functions are read for the names that they use. Engines need no packages for loading."""
 _LOOKED_INTO = (*_FOLLOWED, "comfy.float", "torch", "einops", "math", "comfy_kitchen")
 """Packages in which a name after a dot is looked up."""
 _CASTS = ("comfy.model_management", "cast_to")
-"""A module of which a network computes with some functions alone, and the start of their names."""
+"""A module of which networks use only some functions, and the start of these functions' names."""
 ATTENTION = "scaled_dot_product_attention"
-"""The function of torch that ComfyUI's attention and that of engines come down to."""
+"""The function of torch that the attention of ComfyUI and of engines calls in the end."""
 
 _CALLED = ("forward", "decode", "encode", "forward_control_block", "forward_noise_refiner_block", "apply",
            "encode_conditioning")
-"""Methods that ComfyUI calls from outside: two of VAEs, and those of model patches' networks."""
+"""Methods that ComfyUI calls from outside: two of VAEs, the others of model patches' networks."""
 
 _MAY_DIFFER: Mapping[tuple[str, str], Callable[[Callable], bool]] = {APPLY_CONTROL: only_adds_residuals}
-"""Places where packs leave harmless functions for good, each with a test of that: they differ only in calls that no
+"""Places where packs leave harmless functions for good, with a test of harmlessness: they differ only in calls that no
 engine takes."""
 
 _IDLE = frozenset({"run_every_op"})
@@ -111,7 +111,7 @@ def replaced_code(kinds: frozenset[type]) -> str | None:
         return None
     places = _places_of(kinds)
     if places.foreign:
-        return places.foreign[0]  # what was noted before holds again when it is put back
+        return places.foreign[0]  # the earlier notes hold again once the code is restored
     _noted[kinds] = places
     return None
 
@@ -120,7 +120,7 @@ def _places_of(kinds: Collection[type]) -> _Places:
     """All places that the forward of some classes reaches, directly or through ComfyUI's functions."""
     places, known, todo = _Places(), set(), []
     bases = {base for kind in kinds for base in kind.__mro__} - {object, torch.nn.Module}
-    methods: dict[str, list[type]] = {}  # a call of a method tells its name alone
+    methods: dict[str, list[type]] = {}  # code that calls a method has only the method's name
     spaces = {base: vars(base) for base in bases}
     places.classes.extend(spaces.values())
     for base, space in spaces.items():

@@ -1,7 +1,7 @@
 """A network on its way into the child process: its weights in a file, its structure without them through a pipe.
 
-The weights are a snapshot: what is exported is what was hashed, whatever ComfyUI does to the model meanwhile. What is
-compiled for live weights has none of its own: random ones do.
+The weights are a snapshot: the exported values are the hashed values, whatever ComfyUI does to the model meanwhile. A
+network that is compiled for live weights gets random weights.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def write_weights(
 
 
 def _dtypes(network: NativeNetwork, dtype: torch.dtype, live: bool) -> dict[str, torch.dtype]:
-    """The dtype of each parameter; fp8 for live weights alone, since a file's are cast once."""
+    """The dtype of each parameter; fp8 only for live weights, since weights in a file are cast once."""
     found = stored_dtypes(network.module, dtype)
     return found if live else {name: dtype if is_fp8(own) else own for name, own in found.items()}
 
@@ -123,7 +123,7 @@ def with_random_weights(structure: str, device: torch.device) -> torch.nn.Module
 
 
 def draw_weights(module: torch.nn.Module, device: torch.device) -> None:
-    """Give a network, or a part of one, random weights on a device that keep what it computes near one."""
+    """Give a network, or a part of it, random weights on a device that keep its results near 1."""
     from ..architectures.quantised_linear import QuantisedLinear
 
     generator = torch.Generator(device).manual_seed(1)
@@ -138,7 +138,7 @@ def draw_weights(module: torch.nn.Module, device: torch.device) -> None:
 
 
 def _drawn(leaf: str, like: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    """Random values for a parameter: weights by what they add up, scales of norms about one, biases small."""
+    """Random values for a parameter: weights by their number of inputs, scales of norms about one, biases small."""
     device, shape = generator.device, like.shape
     if not like.dtype.is_floating_point or like.ndim == 0:
         return torch.ones(shape, dtype=like.dtype, device=device)
@@ -177,7 +177,7 @@ def offsets_of(module: torch.nn.Module, index: dict) -> Offsets:
 
 
 _FAMILIES = architectures.__name__
-"""The package of the families, whose name is another one in each process."""
+"""The package of the families; its name differs between processes."""
 
 
 class _Pickler(pickle.Pickler):

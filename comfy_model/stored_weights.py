@@ -20,11 +20,11 @@ if TYPE_CHECKING:
     from comfy.model_patcher import ModelPatcher
 
 LARGE = 16 * 1024
-"""Dynamic VRAM casts layers with more bytes than this when they are called; others it loads as their file has them."""
+"""Dynamic VRAM casts layers with more bytes than this when they are called; smaller layers keep their file's dtype."""
 
 SERVED = ("TensorCoreFP8E4M3Layout", "TensorCoreFP8E5M2Layout", "TensorWiseINT8Layout", "TensorCoreNVFP4Layout",
           "TensorCoreMXFP8Layout")  # fmt: skip
-"""Formats that can be traced. The kernels of ConvRotW4A4 and AsymW4A8Int8 cannot, those of packs (GGUF) neither."""
+"""Formats that can be traced. The kernels of ConvRotW4A4 and AsymW4A8Int8 cannot, nor can kernels of packs (GGUF)."""
 
 
 @functools.cache
@@ -55,10 +55,10 @@ def tensors_of(leaf: str, weight: torch.Tensor) -> dict[str, torch.Tensor]:
 
 
 def class_of_copy(layer: torch.nn.Module) -> tuple[type | None, Mapping[str, Any]]:
-    """Return the class that stands for a layer of a quantised model in a copy, and what that has beside the layer's.
+    """Return the class of a quantised layer's copy, and the attributes that it has besides the layer's.
 
     ComfyUI makes the layer's own class anew for each model, so no other process can import it. None for other layers.
-    Of layers that may multiply in fp8, those that do not are cast: a copy's weight may be in fp8 where theirs is not.
+    A layer that could multiply in fp8 but does not is cast: its copy's weight may be in fp8 although its own is not.
     """
     from comfy import ops
 
@@ -158,7 +158,7 @@ def _stored(layer: torch.nn.Module, leaf: str, compute: torch.dtype, usual: torc
 
 
 def _made_with(layer: torch.nn.Module, leaf: str) -> torch.dtype:
-    """The dtype that a weight's layer was made with: dynamic VRAM keeps that of the file, and notes the other one."""
+    """The dtype that a weight's layer was made with: dynamic VRAM keeps the file's dtype, and notes this one."""
     return getattr(layer, f"{leaf}_comfy_model_dtype", None) or layer._parameters[leaf].dtype
 
 
@@ -190,7 +190,7 @@ def _never_patched(model: torch.nn.Module, key: str, dynamic: bool) -> bool:
     """Tell whether ComfyUI loads a weight as it is, whatever patches it has, as ``ModelPatcher.load`` does.
 
     It does so with weights that lie beside layers (``modulation`` of a block), and with buffers. With dynamic VRAM also
-    with those of layers that are not its own. Merged models have patches on all of them.
+    with weights of layers that are not its own. Merged models have patches on all of them.
     """
     path, _, leaf = key.rpartition(".")
     layer = model.get_submodule(path)

@@ -1,9 +1,9 @@
-"""The layout of a network: all of it but its weights. Engines that hold no weights, or take others, serve a layout.
+"""The layout of a network: all of it but its weights. Engines without weights of their own serve a layout.
 
-What a layer's constructor has set may change what it computes, so all of it counts: numbers, words, functions, plain
-objects and buffers. What ComfyUI writes on layers to load them does not, nor the dtype and device of a load: the same
-file has the same layout however it was loaded. What is compiled for live weights takes them in the dtypes that they are
-stored in, so these have a layout that tells of fp8 and quantised weights too.
+All values that a layer's constructor set count, because they may change its results: numbers, words, functions, plain
+objects and buffers. Attributes that ComfyUI adds to load a layer do not count, nor a load's dtype and device: the same
+file has the same layout however it was loaded. Engines for live weights take weights in their stored dtypes, so their
+layout also lists fp8 and quantised weights.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ _OPERATIONS, _ATTENTION = "comfy.ops", "comfy.ldm.modules.attention"
 """Modules of layer classes and functions of which the user's flags and GPU choose one."""
 
 _ADDRESS = " at 0x"
-"""In the words of objects that have none of their own."""
+"""Part of the default ``repr`` of objects."""
 
 _ELSEWHERE = "-"
-"""Stands for what is told in another place, or belongs to no layout."""
+"""Text of a value that is written elsewhere, or belongs to no layout."""
 
 
 def structure_hash(module: torch.nn.Module, live: bool = False) -> str:
@@ -47,51 +47,51 @@ def structure_hash(module: torch.nn.Module, live: bool = False) -> str:
     """
     known, key = answers_about(module), ("layout", live)
     if key not in known:
-        lines = "\n".join((*_lines(module, _Told()), *(kept_dtypes(module) if live else ())))
+        lines = "\n".join((*_lines(module, _Visited()), *(kept_dtypes(module) if live else ())))
         known[key] = LAYOUT_PREFIX + hashlib.sha256(lines.encode()).hexdigest()
     return known[key]
 
 
 def structure_lines(module: torch.nn.Module) -> tuple[str, ...]:
     """The names, shapes and settings of a network, or of one of its layers, in words."""
-    return tuple(_lines(module, _Told()))
+    return tuple(_lines(module, _Visited()))
 
 
-class _Told:
-    """The layers and objects that are told already, or being told."""
+class _Visited:
+    """Objects already visited, or on the stack."""
 
     def __init__(self) -> None:
         self.modules: set[torch.nn.Module] = set()
-        self.within: list[object] = []  # the objects that one is being told inside of
+        self.within: list[object] = []  # the stack
 
 
-def _lines(module: torch.nn.Module, told: _Told) -> Iterator[str]:
+def _lines(module: torch.nn.Module, visited: _Visited) -> Iterator[str]:
     yield from (f"{name} {tuple(parameter.shape)}" for name, parameter in sorted(module.named_parameters()))
     ignored = preference_class()
     layers = [(name, layer) for name, layer in module.named_modules() if type(layer) is not ignored]
-    told.modules.update(layer for _, layer in layers)
+    visited.modules.update(layer for _, layer in layers)
     for name, layer in layers:
         yield f"{name} is a {_kind(type(layer))}"
         buffers = ((leaf, buffer) for leaf, buffer in sorted(layer._buffers.items()) if buffer is not None)
         yield from (f"{name} {leaf} {_values(buffer)}" for leaf, buffer in buffers)
         skipped = MACHINERY | methods(type(layer)) | left_by_forward(type(layer))
-        yield from (f"{name} {setting}" for setting in _settings(layer.__dict__, skipped, told))
+        yield from (f"{name} {setting}" for setting in _settings(layer.__dict__, skipped, visited))
 
 
-def _settings(attributes: Mapping[str, object], skipped: Iterable[str], told: _Told) -> Iterator[str]:
+def _settings(attributes: Mapping[str, object], skipped: Iterable[str], visited: _Visited) -> Iterator[str]:
     for name in sorted(attributes.keys() - skipped):
         value = attributes[name]
         if value is None or name in _OF_A_LOAD or "comfy" in name or is_of_loading(name, value):
             continue
-        if (text := _text(value, told)) != _ELSEWHERE:
+        if (text := _text(value, visited)) != _ELSEWHERE:
             yield f"{name} {text}"
 
 
-def _text(value: object, told: _Told) -> str:
+def _text(value: object, visited: _Visited) -> str:
     """A setting in words that are the same in each process, or ``_ELSEWHERE``."""
     if value is None or isinstance(value, bool | int | float | complex | str | bytes):
         return repr(value)
-    if isinstance(value, torch.dtype | torch.device | torch.nn.Parameter) or any(value is one for one in told.within):
+    if isinstance(value, torch.dtype | torch.device | torch.nn.Parameter) or any(value is x for x in visited.within):
         return _ELSEWHERE
     if isinstance(value, torch.Tensor):
         return _values(value)
@@ -101,47 +101,47 @@ def _text(value: object, told: _Told) -> str:
         return _ELSEWHERE
     if isinstance(value, types.BuiltinFunctionType):
         return _place(value)
-    told.within.append(value)
+    visited.within.append(value)
     try:
-        return _text_of_several(value, told)
+        return _text_of_several(value, visited)
     finally:
-        told.within.pop()
+        visited.within.pop()
 
 
-def _text_of_several(value: object, told: _Told) -> str:
+def _text_of_several(value: object, visited: _Visited) -> str:
     """An object with parts, in words."""
     if isinstance(value, torch.nn.Module):
-        return _ELSEWHERE if value in told.modules else "; ".join(_lines(value, told))
+        return _ELSEWHERE if value in visited.modules else "; ".join(_lines(value, visited))
     if isinstance(value, Enum):
         return f"{_place(type(value))} {value.name}"
     if isinstance(value, Mapping):
-        return f"{{{', '.join(sorted(f'{_text(k, told)}: {_text(v, told)}' for k, v in value.items()))}}}"
+        return f"{{{', '.join(sorted(f'{_text(k, visited)}: {_text(v, visited)}' for k, v in value.items()))}}}"
     if isinstance(value, set | frozenset):
-        return f"{{{', '.join(sorted(_text(part, told) for part in value))}}}"
+        return f"{{{', '.join(sorted(_text(part, visited) for part in value))}}}"
     if isinstance(value, tuple | list):
-        return f"({', '.join(_text(part, told) for part in value)})"
+        return f"({', '.join(_text(part, visited) for part in value)})"
     if isinstance(value, functools.partial):
-        return f"{_text(value.func, told)} of {_text(value.args, told)} {_text(value.keywords, told)}"
+        return f"{_text(value.func, visited)} of {_text(value.args, visited)} {_text(value.keywords, visited)}"
     if isinstance(value, types.FunctionType):
-        return _function(value, told)
+        return _function(value, visited)
     if isinstance(value, types.MethodType):
-        return f"{_place(value.__func__)} of {_text(value.__self__, told)}"
+        return f"{_place(value.__func__)} of {_text(value.__self__, visited)}"
     if isinstance(value, numpy.ndarray | numpy.generic):
         return f"{value.shape} {value.tolist()!r}"
     own = getattr(value, "__dict__", None)
     if own is None:
         text = repr(value)
         return _kind(type(value)) if _ADDRESS in text else text
-    return f"{_kind(type(value))} ({', '.join(_settings(own, (), told))})"
+    return f"{_kind(type(value))} ({', '.join(_settings(own, (), visited))})"
 
 
-def _function(function: types.FunctionType, told: _Told) -> str:
-    """A function with what it was made with; one without a name by what it mentions."""
+def _function(function: types.FunctionType, visited: _Visited) -> str:
+    """A function with its defaults and closure; a lambda also with the names and constants in its code."""
     code, cells = function.__code__, function.__closure__ or ()
-    inside = [_text(cell.cell_contents, told) for cell in cells]
+    inside = [_text(cell.cell_contents, visited) for cell in cells]
     if function.__name__ == "<lambda>":
         inside += [*code.co_names, *(repr(const) for const in code.co_consts if not isinstance(const, types.CodeType))]
-    return f"{_place(function)} of {_text(function.__defaults__, told)} {inside}"
+    return f"{_place(function)} of {_text(function.__defaults__, visited)} {inside}"
 
 
 def _values(tensor: torch.Tensor) -> str:

@@ -12,8 +12,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 def laid_out(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor in the memory layout that networks compute in: channels_last on a GPU, where that is faster.
 
-    Its strides are those of a new tensor, also where a dimension has one element and they reach nothing: by them torch
-    and cuDNN tell which of both layouts a convolution of one image gives.
+    Its strides are those of a new tensor, also in dimensions of one element: from these strides torch and cuDNN choose
+    the layout of a convolution's result for one image.
     """
     layout = _layout(tensor.device, tensor.ndim)
     tensor = tensor.contiguous(memory_format=layout)
@@ -32,7 +32,7 @@ def lay_out_in_place(tensor: torch.Tensor) -> torch.Tensor:
     with torch.inference_mode(tensor.is_inference()):
         place = tensor.as_strided(ready.shape, ready.stride())
         place.copy_(ready)
-        tensor.data = place  # whoever holds this very tensor sees its values still
+        tensor.data = place  # holders of this very tensor still see its values
     return tensor.data
 
 

@@ -1,4 +1,4 @@
-"""Formats of weights that need care: those that no engine can be built from, fp8, and ComfyUI's quantised ones.
+"""Formats of weights that need care: formats without engines, fp8, and ComfyUI's quantised formats.
 
 No engine: weights of other packs. GGUF, bitsandbytes, Nunchaku and their like hand ComfyUI tensors of their own class,
 or packed whole numbers that only their layers can read.
@@ -7,12 +7,12 @@ Plain fp8 weights are cast by ComfyUI; quantised ones (``comfy_quant``, or ``sca
 it is loaded) are multiplied as they are where the GPU can. Their values depend on the way in which the model is loaded:
 
 * *Loaded whole*, patched ones are rounded up or down at random, with a seed from their name. Engines have these values.
-* *Loaded in part*, those that are off the device are patched in each call, and not rounded. Engines have the
+* *Loaded in part*, weights off the device are patched in each call, and not rounded. Engines have the
   values of the model loaded whole.
-* *Dynamic VRAM* keeps a file's weights as they are and casts large layers when they are called. Of patched ones the
-  first call has the unrounded value, and later ones one that is rounded by another seed, while there is room for it.
-  Engines have that of the model loaded whole, which is about as far from either as these are from each other. Weights
-  that are multiplied as they are always have the rounded value, and so have engines.
+* *Dynamic VRAM* keeps a file's weights as they are and casts large layers when they are called. The first call
+  of a patched layer has the unrounded weight. Later calls have it rounded by another seed, while there is room for it.
+  Engines have the value of the model loaded whole, about as far from both as these are from each other. Weights that
+  are multiplied as they are always have the rounded value, and so have engines.
 """
 
 from __future__ import annotations
@@ -154,6 +154,6 @@ def _is_plain_fp8(patcher: ModelPatcher, key: str) -> bool:
 
 
 def forget_casts(patcher: ModelPatcher) -> None:
-    """Drop what is remembered of a model's weights: some of its layers are others now."""
+    """Forget the cached facts about a model's weights: some of its layers were replaced."""
     _kept.pop(patcher.model, None)
     _patched.pop(patcher.model, None)

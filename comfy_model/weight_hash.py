@@ -34,7 +34,7 @@ Check = Callable[[], None]
 SMALL = 2048
 """Weights with at most so many elements make the fingerprint: biases and norms, a megabyte in all."""
 PLACES, VALUES = 4, 64
-"""Of every weight, so many runs of so many values make its sample."""
+"""Number of runs, and of values in each, that make the sample of a weight."""
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
@@ -87,12 +87,12 @@ def value_of(
 ) -> torch.Tensor:
     """A weight as the sampler would use it: computed on a device where it is patched, else as it lies there.
 
-    A patched one is rounded to the dtype that ComfyUI keeps it in, as where a model is loaded whole. For fp8 all is
-    done as ComfyUI does it, and where it would: a wider dtype or another device's random numbers round otherwise.
+    A patched weight is rounded to the dtype that ComfyUI keeps it in, as where a model is loaded whole. fp8 is computed
+    as in ComfyUI, on the same device: a wider dtype or another device's random numbers round otherwise.
 
     Args:
         original: the weight and how to convert it, as ``get_key_patches`` gives them.
-        patches: those that act, see ``acting``.
+        patches: the acting patches, see ``acting``.
         cast: the dtype that ComfyUI casts it to before it computes, see ``weight_formats.cast_when_called``.
         called: whether dynamic VRAM always rounds it, see ``stored_weights.rounded_when_called``.
     """
@@ -137,26 +137,26 @@ def weights_hash(patcher: ModelPatcher, prefix: str = "", check: Check | None = 
 
 
 def own_hash(patcher: ModelPatcher, prefix: str = "") -> str:
-    """As ``weights_hash``, of the model's own weights: whatever patches the patcher has are left out."""
+    """The hash of the model's own weights, without the patcher's patches."""
     bare = patcher.clone()
     bare.patches = {}
     return weights_hash(bare, prefix)
 
 
 def known_hash(patcher: ModelPatcher, prefix: str = "") -> str:
-    """The hash of the weights if somebody has needed it, else ``""``."""
+    """The hash of the weights if it is known already, else ``""``."""
     return _hashes.get(patcher.model, {}).get(_state(patcher, prefix), "")
 
 
 def forget_hash(patcher: ModelPatcher) -> None:
-    """Drop what is remembered of a model's hashes, because it turned out to be wrong."""
+    """Forget a model's hashes, because they turned out to be wrong."""
     _hashes.pop(patcher.model, None)
     for prefix in ("", "diffusion_model."):
         hash_cache.forget(_kept_under(patcher, prefix))
 
 
 def _kept_under(patcher: ModelPatcher, prefix: str) -> str | None:
-    """The key of a model's hash on disk; None where its weights are not those of its file."""
+    """The key of a model's hash on disk; None where its weights differ from its file's."""
     if edition_of(patcher):
         return None
     return hash_cache.key_of(patcher, prefix, lambda: _sample(patcher, prefix))
@@ -204,7 +204,7 @@ def combine(digests: Mapping[str, bytes]) -> str:
 
 
 def hash_of_parts(hashes: Sequence[str]) -> str:
-    """The hash of a network from those of its parts; ``""`` where one of them is not known."""
+    """The hash of a network from its parts' hashes; ``""`` where one of them is not known."""
     if len(hashes) == 1 or not all(hashes):
         return hashes[0] if len(hashes) == 1 else ""
     return hashlib.sha256(" ".join(hashes).encode()).hexdigest()
@@ -244,7 +244,7 @@ def _state(patcher: ModelPatcher, prefix: str) -> tuple:
 
 
 COMPARED = 4
-"""Compared of each weight, from rows at equal distances: each may be a page of a file that nobody else reads now."""
+"""Values compared of each weight, from rows at equal distances: each may be a page of a file that is not in memory."""
 
 @dataclass
 class _Noted:
@@ -252,7 +252,7 @@ class _Noted:
 
     Attributes:
         places: each weight's name, with the dict of the layer that holds it and its name there.
-        edition: how many others were found before.
+        edition: number of edits that were found before.
     """
 
     places: list[tuple[str, dict, str]]
@@ -270,7 +270,7 @@ def edition_of(patcher: ModelPatcher) -> int:
 
 
 def look_for_edits(patcher: ModelPatcher) -> int:
-    """The edition of a model's own weights, without patches: another number where they are others by now."""
+    """The edition of a model's own weights, without patches: a new number after each edit."""
     known = _noted.get(patcher.model)
     if known is None:
         places = [(f"{path}.{leaf}" if path else leaf, layer._parameters, leaf)
@@ -282,7 +282,7 @@ def look_for_edits(patcher: ModelPatcher) -> int:
 
 
 def forget_places(patcher: ModelPatcher) -> None:
-    """Note the weights of a model's layers anew, as others: some of its layers are others now."""
+    """Note a model's weights anew, as edited: some of its layers were replaced."""
     before = edition_of(patcher)
     _noted.pop(patcher.model, None)
     look_for_edits(patcher)
@@ -290,7 +290,7 @@ def forget_places(patcher: ModelPatcher) -> None:
 
 
 def _values_of(patcher: ModelPatcher, places: list[tuple[str, dict, str]]) -> bytes:
-    """Some values of every weight, in the order of the names; of patched ones those that ComfyUI keeps aside."""
+    """Some values of every weight, in the order of the names; of patched weights from ComfyUI's backup."""
     parts: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
     aside, by_hooks = getattr(patcher, "backup", {}), getattr(patcher, "hook_backup", {})
     with torch.inference_mode():

@@ -1,4 +1,4 @@
-"""Weight patches of a patcher, remembered so that others, or the same one later, can be compared with it."""
+"""Weight patches of a patcher, remembered to be compared with other patchers, or with its own later state."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Answer = TypeVar("Answer")
 class WeightPatches:
     """The patches on a patcher's weights at one moment. Refers to the patches, never to the patcher.
 
-    ComfyUI's ``patches_uuid`` alone does not tell: it also changes, for good, when hooks of a prompt are registered on
+    ComfyUI's ``patches_uuid`` does not suffice: it also changes, for good, when hooks of a prompt are registered on
     the patcher for one run.
     """
 
@@ -40,11 +40,11 @@ class WeightPatches:
 _acts: dict[tuple[object, int], bool] = {}
 """By uuid and number of patched weights: True where patches act."""
 _reshaped: dict[tuple[object, int], str] = {}
-"""The weight that patches give another shape, or nothing; by the same."""
+"""The weight that patches give another shape, or nothing; by the same keys."""
 
 
 def version_of(patcher: ModelPatcher) -> object | None:
-    """Return what tells a patcher's weights from those of its model's other patchers; None for the model's own."""
+    """Return an id of a patcher's weights among its model's patchers; None for the model's own weights."""
     if not patcher.patches:
         return None
     acts = _remembered(_acts, patcher, lambda: any(acting(patches) for patches in patcher.patches.values()))
@@ -62,7 +62,7 @@ def _remembered(answers: dict[tuple[object, int], Answer], patcher: ModelPatcher
 
 
 def acting(patches: Iterable[tuple]) -> list[tuple]:
-    """Those of a weight's patches that change it. A LoRA for CLIP alone leaves patches of strength 0 on the model."""
+    """The patches that change a weight. A LoRA for CLIP alone leaves patches of strength 0 on the model."""
     return [patch for patch in patches if not _is_idle(patch)]
 
 
@@ -115,7 +115,7 @@ def _shape_given_by(value: object) -> tuple[int, ...] | None:
 
 
 def _patches_of(patcher: ModelPatcher) -> dict[str, list]:
-    """Name -> patches, all that gives a patcher a new uuid but hooks."""
+    """Name -> patches: all changes that give a patcher a new uuid, except hooks."""
     every = {f"weight {key}": found for key, patches in patcher.patches.items() if (found := acting(patches))}
     every |= {f"wrapper {key}": list(functions) for key, functions in patcher.weight_wrapper_patches.items()}
     every["compute dtype"] = [patcher.object_patches.get("manual_cast_dtype")]

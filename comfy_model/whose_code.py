@@ -20,13 +20,13 @@ if TYPE_CHECKING:
 _LIBRARIES = ("torch", "torchvision", "einops", "comfy_kitchen", "comfy_aimdo", "safetensors", "numpy", "scipy",
               "torchsde", "tqdm")  # fmt: skip
 _PACKS = ("custom_nodes", "site-packages", "dist-packages", "tests")
-"""Folders in which the code of others lies, wherever they are."""
+"""Names of folders with the code of other packs and libraries."""
 _OURS = __name__.rpartition(".comfy_model")[0]
 _MOST_WRAPPED = 16
 
 
 def wrapped(function: Any) -> Iterator[Any]:
-    """A function and those that it says it wraps."""
+    """A function and the functions that it wraps."""
     for _ in range(_MOST_WRAPPED):
         yield function
         if (function := getattr(function, "__wrapped__", None)) is None:
@@ -127,15 +127,15 @@ def makes_hints_as_comfyui(control: ControlNet) -> bool:
     return _file_of(control.preprocess_image) == comfyui.__file__
 
 
-def is_another_packs(control: ControlNet) -> bool:
+def is_foreign(control: ControlNet) -> bool:
     """Tell whether another pack's code computes for a ControlNet or makes its hint."""
     from comfy import utils
 
     makes_hints = (control.preprocess_image, utils.common_upscale)
-    return another_pack_asks(control) or not all(map(_is_comfyuis, makes_hints))
+    return has_foreign_methods(control) or not all(map(_is_comfyuis, makes_hints))
 
 
-def another_pack_asks(control: ControlBase) -> bool:
+def has_foreign_methods(control: ControlBase) -> bool:
     """Tell whether a control has a method or a class of another pack."""
     kind = type(control)
     if _own_methods(control) or kind.__module__.split(".")[0] != "comfy":
@@ -143,7 +143,7 @@ def another_pack_asks(control: ControlBase) -> bool:
     return not all(_is_comfyuis(getattr(kind, name)) for name in _METHODS)
 
 
-def is_comfyuis_alone(function: Callable[..., Any]) -> bool:
+def is_stock(function: Callable[..., Any]) -> bool:
     """Tell whether a function and all functions of its module that it names are ComfyUI's.
 
     Then nobody else sees its arguments.
@@ -156,7 +156,7 @@ def is_comfyuis_alone(function: Callable[..., Any]) -> bool:
 
 
 def _own_methods(control: ControlBase) -> list[Any]:
-    """Values on an object in the place of its class's methods; values that a class has too are none."""
+    """Methods set on the instance itself."""
     kind = _controlnets().ControlNet
     return [value for name, value in vars(control).items() if callable(getattr(kind, name, None))]
 

@@ -66,13 +66,13 @@ log = logging.getLogger(__name__)
 ROOM = 2.2
 """Disk that a build needs at its height, in sizes of its weights: the graph's, the engine's, and some."""
 LIVE_ROOM = 256e6
-"""Disk that a build for live weights needs: it writes none."""
+"""Disk that a build for live weights needs: it writes no weights."""
 READS = 3
 """Times that the weights are read anew when somebody changes them meanwhile."""
 
 
 def run_here(task: Task, progress: Progress, log: Log, environment: Mapping[str, str]) -> dict:
-    """Do a task in this process, where it can be neither stopped nor survived: for tests and profilers."""
+    """Do a task in this process, for tests and profilers: it cannot be stopped, and a crash ends the process."""
     return STEPS[task["step"]](task, progress)
 
 
@@ -88,20 +88,20 @@ def build_engine(
 ) -> Engine:
     """Export, check, compile and publish one engine. Blocks until it is done.
 
-    The library is changed only by the last step; whatever stops the build before leaves nothing behind. When the
-    engine is there already, or another process has just built it, that one is returned. One that was built here and has
-    not run on this GPU yet is compared with native instead, and is used from then on.
+    The library is changed only by the last step; whatever stops the build before leaves nothing behind. An
+    engine that is there already, or that another process has just built, is returned. An engine that was built here and
+    has not run on this GPU yet is only compared with native, and serves from then on.
 
     Args:
         progress: called several times a second; may raise to cancel, which takes effect at once.
         log_line: takes what exporter and backend write.
         again: build although the engine is there.
         make_room: called before a step that needs the GPU.
-        patient: wait for an engine that another machine builds, rather than leave it to that one.
+        patient: wait for an engine that another machine builds, rather than return at once.
 
     Raises:
         Unavailable: no engine can be built for this network, or none by this backend on this machine; or another
-            machine builds it.
+            machine builds the engine.
         BuildError: an engine differs from native, or the backend could not build; the text is for the user.
         LibraryError: the library cannot take the engine; the text is for the user.
     """
@@ -157,7 +157,7 @@ def _identity(order: BuildOrder, progress: Progress) -> EngineIdentity:
 
 
 def _existing(order: BuildOrder, library: Library, identity: EngineIdentity) -> Engine | None:
-    """The engine, if it is there and whole; one that only this machine cannot run is whole."""
+    """The engine, if it is there and whole; it may be one that this machine cannot run."""
 
     def usable(manifest: Manifest) -> Fallback | None:
         if order.backend.cannot_run(order.target_device) is not None:
@@ -168,7 +168,7 @@ def _existing(order: BuildOrder, library: Library, identity: EngineIdentity) -> 
 
 
 def _check_precision(order: BuildOrder) -> None:
-    """Raise BuildError, before anything is read or exported, where the backend cannot compute as is asked."""
+    """Raise BuildError, before anything is read or exported, where the backend cannot compute in this precision."""
     if order.precision not in order.backend.precisions:
         raise BuildError(
             f"{order.backend.name} {order.backend.version()} has no {order.precision}, so no engine was made and "
@@ -187,7 +187,7 @@ def _explained(library: Library) -> Iterator[None]:
 
 @dataclass
 class _Build:
-    """The steps of one build that is certain to be wanted."""
+    """The steps of one build, after all checks whether it is needed."""
 
     order: BuildOrder
     library: Library
@@ -205,7 +205,7 @@ class _Build:
         size = self._bytes = sum(p.numel() for p in network.module.parameters()) * dtype.itemsize
         room = int(LIVE_ROOM if live else size * ROOM)
         check_room(self.library.roots[0], room, f"Building the engine of {network.label}")
-        if not live:  # those hold no weights
+        if not live:  # engines for live weights hold no weights
             target = self.library.roots[0] / self.identity.folder_name
             self.library.check_limit(size, f"The engine of {network.label}", replaced=target)
         elsewhere = live and (self.order.target_device.type != "cpu" or in_blocks(self.order))
@@ -262,16 +262,16 @@ class _Build:
             if leftover.name not in manifest.files:
                 leftover.unlink()
         seconds |= took
-        # what was waited for says nothing about the next build
+        # waits do not count for the forecast of the next build
         seconds["other"] = time.perf_counter() - self._started - self._waited - sum(seconds.values())
         return replace(manifest, seconds={name: round(value, 3) for name, value in seconds.items()}), record
 
     def _proven(self, manifest: Manifest, folder: Path, native: Task) -> tuple[trust.Record, dict[str, float]]:
-        """Return the record of the engine: on a GPU it has to compute what native does before it is kept."""
+        """Return the record of the engine: on a GPU it has to match native before it is kept."""
         order = self.order
         backend, device = order.backend, order.target_device
         gpu = gpu_of(device)
-        if backend.runs_live_weights:  # it was compiled and compared on the device
+        if backend.runs_live_weights:  # compiled and compared on the device already
             return trust.Record(trust.BUILT, gpu=gpu), {}
         if not gpu or backend.cannot_run(device) is not None:
             return trust.BUILT_HERE, {}
@@ -287,7 +287,7 @@ class _Build:
         except (BuildError, Unavailable) as failure:
             if isinstance(failure, Unavailable) and failure.fallback.reason is not Reason.UNCHECKED:
                 raise
-            # what took minutes is not thrown away because of what says nothing about it
+            # this error says nothing about the engine, which took minutes
             log.warning("Hybrid TRT: %s; it is kept, and used once it was checked", failure)
             return trust.BUILT_HERE, {}
         return trust.Record(trust.BUILT, parity=done["parity"], gpu=gpu), {"proof": sum(done["seconds"].values())}
@@ -336,7 +336,7 @@ class _Build:
         return self._do({**task, **backend_task(self.order.backend)}, 0.1, 0.9, only_gpu(device))
 
     def _known(self, folder: Path) -> list[str]:
-        """Copy other engines' files into the folder, for their parts that fit; return the copies' names."""
+        """Copy other engines' files into the folder, for parts of theirs that fit; return the copies' names."""
         names = []
         for contents in self.order.backend.known(self.library.engines(), self.order.target_device):
             names.append(f"known-{len(names)}")

@@ -57,13 +57,13 @@ def unchecked_engine(order: BuildOrder, library: Library, identity: EngineIdenti
 def check_engine(
     order: BuildOrder, library: Library, engine: Engine, progress: Progress, log_line: Log, run: Runner
 ) -> Engine:
-    """Compare an engine with an order's network and sign it; one that fails is signed as refused and never serves.
+    """Compare an engine with an order's network and sign it; a failed engine is signed as refused and never serves.
 
     Raises:
-        ValidationFailed: it computes something else, or cannot be run; the text has the figures.
-        BuildError, Unavailable: nothing was found out, for example for want of memory.
+        ValidationFailed: its results differ, or it cannot be run; the text has the figures.
+        BuildError, Unavailable: the comparison could not be made, for example for want of memory.
         LibraryError: the disk has no room for the comparison.
-        WeightsChanged: the network is not that of the engine any more.
+        WeightsChanged: the network no longer matches the engine.
     """
     progress("checking the engine's files", 0.0)
     try:
@@ -118,7 +118,7 @@ def check_task(order: BuildOrder, manifest: Manifest, engine: Path, native: Task
 
     Args:
         engine: the folder with its files.
-        native: the work folder, the network, and how an engine that fails is spoken of.
+        native: the work folder, the network, and words for a failure.
     """
     device, identity = order.target_device, manifest.identity
     architecture = order.network.architecture()

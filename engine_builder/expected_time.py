@@ -1,4 +1,4 @@
-"""Expected time of a build: that of builds like it on this machine, else of the first ones where we measured."""
+"""Expected time of a build: the time of similar builds on this machine, else our own measurements."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ..engine_library import Library, trust
 from .order import BuildOrder
 
 MOST_ALIKE = 4.0
-"""Networks that are this many times larger or smaller say nothing: with tiny ones the start of a process is all."""
+"""Largest ratio of sizes between similar networks: for tiny ones, starting a process takes all the time."""
 BLOCKS, LEAST = 27.0, 1e8
 """Seconds of a network in blocks, and its least parameters: Z-Image's from first_minutes_h200.json (16 CPU cores). A
 block of each kind is compiled, so a larger network takes no longer."""
@@ -27,8 +27,7 @@ MEASURED: dict[tuple[str, str], tuple[tuple[float, float], ...]] = {
     ("vae_encoder", "torch"): ((0.084e9, 30.3),),
 }
 """Kind and backend -> parameters and wall seconds, from benchmarks/results: builds.json (2 CPU cores), h200.json and
-vae_h200.json, and tensorrt86_h200.json for TensorRT: of other versions nothing is known. The larger one was built at
-level 1, beside another."""
+vae_h200.json, tensorrt86_h200.json for TensorRT (8.6 only). SDXL's row: level 1, while another build ran."""
 
 
 def expected_seconds(order: BuildOrder, library: Library) -> float | None:
@@ -42,7 +41,7 @@ def expected_seconds(order: BuildOrder, library: Library) -> float | None:
 def expected(
     library: Library, kind: str, family: str, backend: str, precision: str, target: str, parameters: int
 ) -> float | None:
-    """Wall seconds of a build, scaled by the number of parameters; None when nothing is known of builds like it.
+    """Wall seconds of a build, scaled by the number of parameters; None without measurements.
 
     The latest build of the same kind of network by the same backend, in the same precision and for the same device,
     decides; without one, the figures that we measured. Of a network in blocks the longest build of its family decides:

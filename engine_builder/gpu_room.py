@@ -19,7 +19,7 @@ from server import PromptServer
 log = logging.getLogger(__name__)
 
 POLL = 0.2
-PATIENCE = 20.0
+UNLOAD_SECONDS = 20.0
 """Seconds that ComfyUI gets for unloading; a build goes on without."""
 FLAG = "unload_models"
 """ComfyUI's own word for it, as its menu sends it."""
@@ -53,7 +53,7 @@ def make_room(device: torch.device, tell: Callable[[str], None]) -> None:
                     flagged = True
             tell("waiting for the running prompt")
             unloaded.wait(POLL)
-        deadline = time.monotonic() + PATIENCE
+        deadline = time.monotonic() + UNLOAD_SECONDS
         while not unloaded.is_set() and _holds_models(device) and time.monotonic() < deadline:
             if queue.get_tasks_remaining():
                 break  # the next prompt has begun: it loads models, and ComfyUI sees what the build takes
@@ -66,7 +66,7 @@ def make_room(device: torch.device, tell: Callable[[str], None]) -> None:
 
 @contextmanager
 def waiting_prompt() -> Iterator[Callable[[], None]]:
-    """While a node waits for a build: gives what it has to call meanwhile."""
+    """Mark that a node waits for a build; yields a function that the node calls meanwhile."""
     global _waiting
     with _lock:
         _waiting += 1
@@ -78,7 +78,7 @@ def waiting_prompt() -> Iterator[Callable[[], None]]:
 
 
 def _give_room() -> None:
-    """Unload all models if a build has asked for it; called by the prompt's own thread."""
+    """Unload all models if a build requested it; called by the prompt's own thread."""
     with _lock:
         asked = [event for event in _asked if not event.is_set()]
     if not asked:

@@ -50,16 +50,16 @@ class Job:
 
     Attributes:
         id: never used twice.
-        label: the model's name as the user knows it; ``wanted`` tells the rest of the order.
-        phase, fraction: what it does now and how much of all is done, 0 to 1.
-        message: why it failed, for the user; ``fallback`` is set when that is a fallback reason of its own.
+        label: the model's name as the user knows it; ``wanted`` has the rest of the order.
+        phase, fraction: its current phase, and how much of the build is done, 0 to 1.
+        message: why it failed, for the user; ``fallback`` is set when that is a fallback reason.
         engine: the result.
-        expected: seconds that it will take in all, or None when nothing is known; see ``expected_time``.
-        attended: whether somebody waited for it, rather than leaving it to the background.
-        waiters: how many wait for it now; the last one that goes cancels what was ``left`` to nobody.
-        left: whether somebody ordered it and did not wait.
+        expected: forecast of the total seconds, or None; see ``expected_time``.
+        attended: whether somebody waited for it, and did not leave it to the background.
+        waiters: number of callers that wait for it now; when the last one leaves, a job without ``left`` is cancelled.
+        left: whether a caller ordered it and did not wait.
         log: the latest lines that exporter and backend wrote.
-        cleared: whether somebody has read how it ended and wants it in no list any more.
+        cleared: whether a user has read how it ended and removed it from the list.
     """
 
     def __init__(self, order: BuildOrder, library: Library, again: bool):
@@ -95,15 +95,15 @@ class Job:
 
     @property
     def elsewhere(self) -> bool:
-        """Tell whether it was left to another machine, which builds the same engine."""
+        """Tell whether another machine builds the same engine in its place."""
         return self.fallback is not None and self.fallback.reason is Reason.BUILT_ELSEWHERE
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait until it has ended; whether it has."""
+        """Wait until it has ended; return whether it has."""
         return self._ended.wait(timeout)
 
     def want(self, waits: bool) -> None:
-        """Count somebody who wants it, under the queue's lock."""
+        """Count a caller that wants it, under the queue's lock."""
         if waits:
             self.waiters += 1
             self.attended = True
@@ -168,7 +168,7 @@ class BuildQueue:
                 atexit.register(self.close)
         self._tell(job)
         with self._arrived:
-            job._announced = True  # so that nobody hears of its start before its arrival
+            job._announced = True  # so that listeners hear of its arrival before its start
             self._arrived.notify()
         return job
 
@@ -183,12 +183,12 @@ class BuildQueue:
             return self._jobs.get(job_id)
 
     def latest(self, order: BuildOrder, library: Library) -> Job | None:
-        """The last job of such an order."""
+        """The last job of an equal order."""
         key = _key(order, library, False)
         return next((job for job in reversed(self.jobs()) if job.key == key), None)
 
     def cancel(self, job: Job) -> bool:
-        """Cancel a job: it counts as cancelled at once, and its processes end within a second. Whether it was alive."""
+        """Cancel a job; it counts as cancelled at once. Its processes end within a second. Returns if it was alive."""
         with self._lock:
             if job.state.final:
                 return False
@@ -197,7 +197,7 @@ class BuildQueue:
         return True
 
     def clear_ended(self) -> int:
-        """Mark all jobs that have ended as cleared; how many that were not."""
+        """Mark all jobs that have ended as cleared; return the number of new ones."""
         with self._lock:
             found = [job for job in self._jobs.values() if job.state.final and not job.cleared]
             for job in found:
@@ -205,7 +205,7 @@ class BuildQueue:
         return len(found)
 
     def leave(self, job: Job) -> bool:
-        """A waiter no longer waits: a job that nobody else wants is cancelled. Whether it was."""
+        """End a caller's wait: a job that nobody else wants is cancelled. Returns whether it was."""
         with self._lock:
             job.waiters -= 1
             if job.left or job.waiters > 0:
@@ -213,7 +213,7 @@ class BuildQueue:
         return self.cancel(job)
 
     def subscribe(self, listener: Listener) -> Callable[[], None]:
-        """Call ``listener`` with a job whenever it changes, from any thread; returns what ends that."""
+        """Call ``listener`` with a job whenever it changes, from any thread; returns a function that ends that."""
         with self._lock:
             number = next(self._numbers)
             self._listeners[number] = listener
@@ -241,7 +241,7 @@ class BuildQueue:
                 order, library, again = job._order
             try:
                 self._build(job, order, library, again)
-            except BaseException:  # of a listener that was told of the end
+            except BaseException:  # raised by a listener at the end
                 log.exception("Hybrid TRT: the end of the build of %s was not told", job.label)
             del order, library  # nothing may hold a model that nobody builds from any more
 
@@ -249,18 +249,18 @@ class BuildQueue:
         return next((job for job in self._jobs.values() if job.state is State.QUEUED and job._announced), None)
 
     def _build(self, job: Job, order: BuildOrder, library: Library, again: bool) -> None:
-        told = 0.0
+        reported = 0.0
 
         def progress(phase: str, fraction: float) -> None:
-            nonlocal told
+            nonlocal reported
             if job.state is not State.RUNNING:
                 raise Cancelled
             new, job.phase = phase != job.phase, phase
             job.fraction = max(job.fraction, min(1.0, fraction))
             if new:
                 job.log.append(f"[{job.seconds:.1f} s] {phase}")
-            if new or time.monotonic() - told >= REPORT_SECONDS:
-                told = time.monotonic()
+            if new or time.monotonic() - reported >= REPORT_SECONDS:
+                reported = time.monotonic()
                 self._tell(job)
 
         try:
@@ -281,7 +281,7 @@ class BuildQueue:
                 log.exception("Hybrid TRT: the build of %s failed", job.label)
         with self._lock:
             if job.state is not State.RUNNING:
-                return  # cancelled in the last moment
+                return  # cancelled at the last moment
             self._finish(job, ended)
         if job.elsewhere:
             log.info("Hybrid TRT: %s: %s", job.label, job.message)
@@ -316,7 +316,7 @@ class BuildQueue:
 
 
 def _key(order: BuildOrder, library: Library, again: bool) -> tuple:
-    """Return what makes two orders the same, found without reading weights. Holds no model."""
+    """Return a key that equal orders share, without reading weights. Holds no model."""
     network = order.network
     patchers = [(part.patcher, part.prefix) for part in network.parts]
     weights = [(weakref.ref(patcher.model), version_of(patcher), prefix) for patcher, prefix in patchers]

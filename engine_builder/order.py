@@ -18,10 +18,10 @@ class BuildOrder:
     """Order of a build: the network, precision, shapes, backend and device (the network's by default).
 
     Attributes:
-        replaceable: whether the engine shall take other weights, so that it serves all checkpoints of the network's
+        replaceable: whether the engine takes other weights, so that it serves all checkpoints of the network's
             layout with any LoRA; see ``any_weights``.
-        calls: what a backend that runs live weights compiles for, symbol -> size; none: what the profile is best at.
-        loras: those of the network's weights, in words for people.
+        calls: sizes that a backend for live weights compiles for, symbol -> size; empty: the profile's best sizes.
+        loras: the LoRAs in the network's weights, in words for people.
     """
 
     network: NativeNetwork
@@ -35,7 +35,7 @@ class BuildOrder:
 
     @property
     def any_weights(self) -> bool:
-        """Tell whether the engine will take any weights: where it shall, and its backend can build such engines."""
+        """Tell whether the engine will take any weights: if requested, and its backend can build such engines."""
         return self.replaceable and self.backend.refits
 
     @property
@@ -45,13 +45,13 @@ class BuildOrder:
 
     @property
     def changes(self) -> str:
-        """Words for the engine's weights where they are not those of the file and it takes no others; else ``""``."""
+        """Words for changes of the file's weights that are built in; else ``""``."""
         if self.any_weights or self.backend.runs_live_weights or version_of(self.network.patcher) is None:
             return ""
         return self.loras or "other weights"
 
     def words(self) -> str:
-        """Return what is built, for people."""
+        """Describe the engine for people."""
         words = f"{self.backend.name}, {self.precision}, {self.network.architecture().words(self.engine_profile)}"
         also = "any LoRA" if self.any_weights else self.changes
         return f"{words}, {also}" if also else words

@@ -1,18 +1,18 @@
 """Compiling with several processes, and with one where that fails.
 
 Inductor is one thread of Python for most of its time: on many cores it takes about as long as on two. So the network
-is cut, and processes compile the parts:
+is cut, and several processes compile the parts:
 
-1. ``room_for_processes`` says how many have room. Fewer than two: the worker process compiles all by itself.
+1. ``room_for_processes`` returns the number of helpers. Below two, the worker process compiles all by itself.
 2. The worker starts that many helpers (``worker.helpers``), which import Inductor while it reads the network.
 3. The worker chooses the attention kernel, traces each size and cuts it (``torch_inductor.parts``). All sizes together
    have as many parts as there are helpers, or one each. A helper takes one part after the other. It gets shapes and
    no weights, so it is small.
 4. The worker puts each size together, compares it with native and measures the first. The helpers do nothing then.
-5. What fails may have failed for the parts, or for want of memory: one process does all of it again, uncut.
+5. A failure may be due to the cut, or to a lack of memory: one process then compiles the uncut network.
 
 Inductor times a few kernels while it compiles. Helpers may disturb each other there, as a prompt may. It takes the
-least of many times, and results do not depend on it.
+least of many times, and results do not depend on the choice.
 """
 
 from __future__ import annotations
@@ -38,24 +38,24 @@ MOST, MOST_PER_SIZE = 8, 4
 """Processes at once. In eight parts a UNet compiled 2 s sooner than in four, and ran less beside its ControlNets: a
 step of SD1.5 with one took 7.67 ms in place of 7.03 (H200)."""
 CORES = 2
-"""For each: Inductor's own thread and a compiler of kernels."""
+"""Cores for each helper: Inductor's own thread and a compiler of kernels."""
 COMPILING = 2_000_000_000
-"""Bytes of main memory for each, its compilers included. Measured on 16 cores: 1.2 GB."""
+"""Bytes of main memory for each helper, with its compilers. Measured on 16 cores: 1.2 GB."""
 PART = 800_000_000
-"""Bytes on the GPU for each. Measured on an H200: 0.64 GB."""
+"""Bytes on the GPU for each helper. Measured on an H200: 0.64 GB."""
 SHARE = 2 / 3
-"""Of the GPU's free memory, for the whole build; the rest is for prompts that begin meanwhile."""
+"""Share of free GPU memory that a build may use; the rest is for prompts that begin meanwhile."""
 CONTEXT = 1_500_000_000
 """Bytes on the GPU for the worker's CUDA, its libraries and their scratch memory."""
 LEAST_ACTIVATIONS = 1_000_000_000
 ACTIVATIONS = 30
-"""Bytes on the GPU while a network computes, in bytes of all that it takes and gives; estimates on the safe side."""
+"""Bytes on the GPU while a network computes, per byte of its inputs and outputs; a safe estimate."""
 
 
 def run_step(task: Task, progress: Progress, log_line: Log, environment: Mapping[str, str]) -> dict:
-    """Do a task of ``worker.steps`` as ``run_in_worker`` does, with helpers where it compiles a whole and has room.
+    """Do a task of ``worker.steps`` as ``run_in_worker`` does, with helpers where it compiles a whole network.
 
-    Networks in blocks need none: one process compiles each kind in seconds.
+    Networks in blocks need no helpers: one process compiles each kind in seconds.
     """
     cut = task["step"] == "compile" and not serves_every_size(architectures()[task["architecture"]])
     count = room_for_processes(task) if cut else 0
@@ -78,7 +78,7 @@ def run_step(task: Task, progress: Progress, log_line: Log, environment: Mapping
 
 
 def room_for_processes(task: Task) -> int:
-    """Return how many helpers the worker may have that compiles; ``gpu`` is the GPU's number in this process."""
+    """Return how many helpers a compiling worker may have."""
     weights = task["bytes"]
     held = 0 if task["device"] == "cuda" else weights  # they are drawn on the GPU
     main_memory = available_bytes() - needed_bytes(backends()[task["backend"]], held)
@@ -88,7 +88,7 @@ def room_for_processes(task: Task) -> int:
 
 
 def processors() -> int:
-    """Return how many cores this process may keep busy: those it may run on, and no more than its container's share."""
+    """Return how many cores this process may keep busy: its affinity, up to its container's share."""
     try:
         count = len(os.sched_getaffinity(0))
     except AttributeError:  # not Linux

@@ -50,9 +50,9 @@ MakeRoom = Callable[[torch.device, Callable[[str], None]], None]
 
 @contextmanager
 def hold(engine_lock: FileLock, device: torch.device, progress: Progress, patient: bool = True) -> Iterator[Progress]:
-    """Hold the lock of an engine and that of its GPU; waits for both, telling who has them.
+    """Hold the locks of an engine and of its GPU; waits for both, and reports their holders.
 
-    Yields ``progress`` as it is to be used meanwhile: it raises when another machine takes the engine's lock over.
+    Yields a ``progress`` to use meanwhile: it raises when another machine takes the engine's lock over.
 
     Args:
         patient: wait for an engine that another machine builds, too.
@@ -71,21 +71,21 @@ def hold(engine_lock: FileLock, device: torch.device, progress: Progress, patien
                 held.callback(gpu_lock.release)
             except OSError as error:
                 log.debug("Hybrid TRT: no lock for %s (%s)", device, error)  # another user's: then builds may overlap
-        with _ours(engine_lock, progress) as watched:
-            yield watched
+        with _ours(engine_lock, progress) as progress_while_ours:
+            yield progress_while_ours
 
 
 @contextmanager
 def _ours(lock: FileLock, progress: Progress) -> Iterator[Progress]:
-    """Stop a build whose lock is lost, and tell that, whatever error comes of it.
+    """Stop a build whose lock is lost, and raise that reason in place of any other error.
 
-    The other machine's engine is as good. One that is published in the same moment all the same does no harm: it is
-    whole, and takes the place of its equal.
+    The other machine's engine is as good. If both are published at the same moment, no harm is done: both are whole,
+    and one replaces the other.
     """
 
     looked = time.monotonic()
 
-    def watched(phase: str, fraction: float) -> None:
+    def progress_while_ours(phase: str, fraction: float) -> None:
         nonlocal looked
         if time.monotonic() - looked >= LOOK:
             looked = time.monotonic()
@@ -94,7 +94,7 @@ def _ours(lock: FileLock, progress: Progress) -> Iterator[Progress]:
         progress(phase, fraction)
 
     try:
-        yield watched
+        yield progress_while_ours
     except Exception as error:
         if lock.lost():
             raise Unavailable(Reason.BUILT_ELSEWHERE, TAKEN) from error
@@ -134,7 +134,7 @@ def check_memory(backend: Backend, weights: int, label: str, checks: bool = Fals
 
     Args:
         weights: bytes of them in main memory.
-        checks: the engine is there, and only compared.
+        checks: whether the engine is there already, and only compared.
     """
     needed = FIXED + int(weights * EXPORT) if checks else needed_bytes(backend, weights)
     available = available_bytes()
@@ -152,7 +152,7 @@ def check_memory(backend: Backend, weights: int, label: str, checks: bool = Fals
 
 
 def _left_in_container() -> float:
-    """Return what the container's limit leaves; infinite where there is no limit."""
+    """Return the free bytes below the container's limit; infinite without a limit."""
     try:
         limit = int((CGROUP / "memory.max").read_text())
         used = int((CGROUP / "memory.current").read_text())

@@ -13,14 +13,14 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 STACK_VARIABLE = "HYBRID_TRT_BUILD_STACK"
-"""Bytes of stack that this process is to have, see ``Backend.build_stack``."""
+"""Variable with the bytes of stack for this process, see ``Backend.build_stack``."""
 NAME = "hybrid_trt"
 """Name of the pack as a package here; inside ComfyUI it is its folder's."""
 
 
 def load_pack() -> None:
     """Make the pack importable as the package ``hybrid_trt``."""
-    # the pack's `nodes` would hide ComfyUI's, and files of this folder modules of others
+    # the pack's `nodes` would hide ComfyUI's, and files of this folder other modules
     hidden = {str(ROOT), str(ROOT / "engine_builder")}
     sys.path[:] = [p for p in sys.path if os.path.realpath(p or os.curdir) not in hidden]
     if NAME not in sys.modules:
@@ -37,7 +37,7 @@ def run(module: str, arguments: list[str]) -> int:
 
 
 def take_stack() -> None:
-    """Start this process anew with the stack that was asked for: threads of libraries get what it had at its start."""
+    """Restart this process with the requested stack: threads of libraries get the stack size at its start."""
     wanted = int(os.environ.pop(STACK_VARIABLE, "0"))
     try:
         import resource
@@ -52,7 +52,7 @@ def take_stack() -> None:
     os.execv(sys.executable, sys.orig_argv)
 
 
-if __name__ == "__mp_main__":  # a process that one of the pack's started, see ``worker.helpers``
+if __name__ == "__mp_main__":  # a child of one of the pack's processes, see ``worker.helpers``
     load_pack()
 if __name__ == "__main__":
     take_stack()

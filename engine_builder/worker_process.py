@@ -1,4 +1,4 @@
-"""The server's side of a child process: start it, hear it, end it, and say in words how it ended."""
+"""The server's side of a child process: start it, read its events, end it, and say in words how it ended."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ from ..engine_library.disk import ALMOST_NOTHING, NOT_WRITABLE, free_bytes, read
 
 SCRIPT = Path(__file__).with_name("standalone.py")
 TICK = 0.25
-"""Seconds between calls of ``progress``, which is how fast a cancel is noticed."""
+"""Seconds between calls of ``progress``; a cancel is noticed this fast."""
 LAST_WORDS = 3
 STARTING = "starting"
-"""The phase until the child tells one."""
+"""The phase until the child reports its first."""
 
 
 STILL, BUSY = 600.0, 1.0
-"""A child that tells nothing and takes less than ``BUSY`` seconds of processor time in ``STILL`` seconds hangs."""
-PATIENCE = 10.0
-"""Seconds that a killed child gets; later builds do not wait for longer."""
+"""A child without events that takes less than ``BUSY`` seconds of processor time in ``STILL`` seconds hangs."""
+KILL_SECONDS = 10.0
+"""Seconds to wait for a killed child; later builds do not wait for longer."""
 LOOK = 2.0
 """Seconds between looks at its processor time."""
 
@@ -40,14 +40,14 @@ _KINDS = {"build": BuildError, "refuted": ValidationFailed}
 """Word of a worker process for its failure -> our exception."""
 
 Log = Callable[[str], None]
-"""Takes one line of what the child writes."""
+"""Takes one line of the child's output."""
 
 
 def run_in_worker(task: Mapping, progress: Progress, log: Log, environment: Mapping[str, str] | None = None) -> dict:
     """Do a task of ``worker.steps`` in a process of its own and return its result.
 
     Args:
-        progress: called several times a second, with the last phase and fraction told; what it raises ends the child.
+        progress: called several times a second, with the latest phase and fraction; if it raises, the child ends.
         environment: variables for the child besides the server's own.
 
     Raises:
@@ -89,7 +89,7 @@ def run_in_worker(task: Mapping, progress: Progress, log: Log, environment: Mapp
 
 
 class Pulse:
-    """Sign of life of a process and its helpers: processor time. A stopped one, or one whose disk hangs, has none."""
+    """Sign of life of a process and its helpers: processor time. Without it, a process is stopped or its disk hangs."""
 
     def __init__(self, pid: int) -> None:
         self._pid, self._taken, self._still = pid, 0.0, 0.0
@@ -100,7 +100,7 @@ class Pulse:
         passed = time.monotonic() - self._looked
         if passed >= LOOK:
             self._looked += passed
-            self._still += min(passed, 2 * LOOK)  # in longer ones the machine slept
+            self._still += min(passed, 2 * LOOK)  # in a longer interval the machine slept
             taken = _processor_seconds(self._pid)
             if abs(taken - self._taken) >= BUSY:
                 self._taken, self._still = taken, 0.0
@@ -115,7 +115,7 @@ def _processor_seconds(pid: int) -> float:
         child = psutil.Process(pid)
         for process in (child, *child.children(recursive=True)):
             with contextlib.suppress(psutil.Error):
-                total += sum(process.cpu_times()[:4])  # user, system, and those of its own that have ended
+                total += sum(process.cpu_times()[:4])  # user, system, and children that have ended
     return total
 
 
@@ -134,7 +134,7 @@ def _start(environment: Mapping[str, str] | None) -> subprocess.Popen[bytes]:
 
 
 def _apart() -> dict[str, Any]:
-    """Return what keeps the child from the server's terminal and, on Windows, behind whatever the user does meanwhile.
+    """Return options that detach the child from the server's terminal and, on Windows, lower its priority.
 
     Elsewhere the child itself steps back, see ``worker.main``.
     """
@@ -144,7 +144,7 @@ def _apart() -> dict[str, Any]:
 
 
 def _send(pipe: IO[bytes], order: bytes) -> None:
-    """Write the order. A child that died breaks the pipe, and how it ended says more; one that hangs reads nothing."""
+    """Write the order. A child that died breaks the pipe, and its end says more; a child that hangs reads nothing."""
     with contextlib.suppress(OSError, ValueError):
         pipe.write(order)
         pipe.flush()
@@ -159,7 +159,7 @@ def _follow(
         BuildError: the child does nothing any more.
     """
     phase, fraction = STARTING, 0.0
-    told = 0.0
+    reported = 0.0
     while True:
         try:
             event = events.get(timeout=TICK)
@@ -174,21 +174,21 @@ def _follow(
             return phase, event
         if "progress" in event:
             before, (phase, fraction) = phase, event["progress"]
-            if phase == before and time.monotonic() - told < TICK:
+            if phase == before and time.monotonic() - reported < TICK:
                 continue
-        told = time.monotonic()
+        reported = time.monotonic()
         progress(phase, fraction)
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """Kill the child with all its helpers; nothing of it is worth saving."""
+    """Kill the child with all its helpers."""
     with contextlib.suppress(OSError):
         if os.name == "nt":
             process.kill()
         else:
             os.killpg(process.pid, signal.SIGKILL)
-    with contextlib.suppress(subprocess.TimeoutExpired):  # one that waits for a disk ends when that answers
-        process.wait(PATIENCE)
+    with contextlib.suppress(subprocess.TimeoutExpired):  # a child that waits for a disk ends once the disk answers
+        process.wait(KILL_SECONDS)
     for pipe in (process.stdin, process.stdout, process.stderr):
         with contextlib.suppress(OSError):
             pipe.close()
@@ -219,7 +219,7 @@ def _thread(target: Callable[..., None], *arguments: Any) -> threading.Thread:
 
 
 def _failure(failed: Mapping, phase: str, folder: Path) -> Exception:
-    """Return what a child told of as an exception of ours."""
+    """Return our exception for a failure that a child reported."""
     if failed["kind"] in _KINDS:
         return _KINDS[failed["kind"]](failed["text"])
     if failed["kind"] == "unavailable":
@@ -251,7 +251,7 @@ def _crashed(status: int, phase: str, words: list[str], folder: Path) -> Excepti
 
 
 def _full_disk(number: int | None, folder: Path) -> LibraryError | None:
-    """The failure as that of the disk: by its errno, or since nothing is free (libraries in C++ tell no errno)."""
+    """The error for a full disk: by its errno, or since nothing is free (libraries in C++ give no errno)."""
     if number in NOT_WRITABLE:
         return readable(OSError(number, os.strerror(number)), folder.parent)
     with contextlib.suppress(OSError):

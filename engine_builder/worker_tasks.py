@@ -22,16 +22,16 @@ Runner = Callable[[Task, Progress, Log, Mapping[str, str]], dict]
 
 
 class WeightsChanged(Exception):
-    """The weights that were read are not those that were hashed."""
+    """The weights changed between hashing and reading."""
 
 
 def comfyui_folder() -> Path:
-    """Return where the ComfyUI lies that this process runs."""
+    """Return the folder of the ComfyUI that this process runs."""
     return Path(sys.modules["comfy.model_management"].__file__).resolve().parents[1]
 
 
 def tensors_task(network: NativeNetwork, precision: str) -> Task:
-    """The part of a task that says what an engine takes and gives."""
+    """The part of a task with an engine's inputs and outputs."""
     architecture = network.architecture()
     return {
         "precision": precision,

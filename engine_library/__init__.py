@@ -1,4 +1,4 @@
-"""Engines on disk: what they are (manifest), where they are (library), and why one cannot be used (reasons)."""
+"""Engines on disk: their descriptions (manifest), their folders (library), and reasons against their use (fallback)."""
 
 from .disk import LibraryError
 from .engine import Engine

@@ -22,12 +22,12 @@ from .safe_files import SMALL, open_regular, read_json
 log = logging.getLogger(__name__)
 
 TEMPORARY = ".tmp-"
-"""Begins the name of every file that is not under its own name yet."""
+"""Beginning of the name of every file that does not have its final name yet."""
 ABANDONED = 3600.0
-"""Seconds after which such a file belongs to nobody any more."""
+"""Seconds after which a temporary file counts as abandoned."""
 WINDOWS = os.name == "nt"
-PATIENCE = 2.0
-"""Seconds in which a reader or a virus scanner has to let go of a file; elsewhere nobody can hold one."""
+RENAME_SECONDS = 2.0
+"""Seconds that a rename waits for a reader or a virus scanner to let go of a file; needed on Windows only."""
 
 
 def temporary_beside(path: Path) -> Path:
@@ -36,7 +36,7 @@ def temporary_beside(path: Path) -> Path:
 
 
 def write_file(path: Path, contents: bytes | str, durable: bool = False) -> None:
-    """Write a file so that others find the old one or the new one, never a part. The folder has to be there.
+    """Write a file so that readers find the old or the new contents, never a part. The folder has to be there.
 
     Args:
         durable: force it to the disk, which takes milliseconds; for what cannot be worked out again.
@@ -83,7 +83,7 @@ def claim(source: Path, target: Path) -> None:
         FileExistsError: it is.
         OSError: this file system cannot do it.
     """
-    (os.rename if WINDOWS else os.link)(source, target)  # the one renames over nothing, the other links over nothing
+    (os.rename if WINDOWS else os.link)(source, target)  # neither replaces a file that is there
 
 
 def sync(path: Path) -> None:
@@ -103,7 +103,7 @@ def sync(path: Path) -> None:
 
 
 def sweep_temporaries(folder: Path) -> None:
-    """Remove what processes left half written that died an hour ago or more."""
+    """Remove half-written files of processes that died an hour ago or more."""
     for path in list(folder.glob(f"{TEMPORARY}*")):
         with contextlib.suppress(OSError):
             if life_signs.disk_time(temporary_beside(path)) - path.stat().st_mtime > ABANDONED:
@@ -111,7 +111,7 @@ def sweep_temporaries(folder: Path) -> None:
 
 
 def _patiently(rename: Callable[[], None]) -> None:
-    deadline = time.monotonic() + PATIENCE
+    deadline = time.monotonic() + RENAME_SECONDS
     while True:
         try:
             return rename()
@@ -125,7 +125,7 @@ def _patiently(rename: Callable[[], None]) -> None:
 
 _ATTEMPTS = 100
 _SETTLE = 0.5
-"""Seconds in which another machine that takes the same lock over shows."""
+"""Seconds after a takeover in which another machine's takeover of the same lock becomes visible."""
 _BUSY = {errno.EACCES, errno.EAGAIN, errno.EDEADLK}
 _LOCKED_BYTE = 1 << 30  # far behind the text: Windows lets nobody read a locked byte
 
@@ -133,8 +133,8 @@ _LOCKED_BYTE = 1 << 30  # far behind the text: Windows lets nobody read a locked
 class FileLock:
     """Lock between processes and machines: a file with its holder's name in it. Without a living holder it is free.
 
-    On one machine, the system's lock on the file decides. Its word does not always reach other machines: for these, the
-    holder gives life signs in the file, and whoever sees none for long enough takes the lock over.
+    On one machine, the system's lock on the file decides. It does not always reach other machines. So the holder
+    writes life signs into the file, and a machine that sees none for long enough takes the lock over.
 
     Attributes:
         reliable: False on file systems that cannot lock; there life signs alone decide.
@@ -193,7 +193,7 @@ class FileLock:
 
     def _hold(self, fd: int) -> None:
         life_signs.forget(self.path)
-        life_signs.write(fd, self._id)  # another name may stand there, that of a dead holder
+        life_signs.write(fd, self._id)  # the file may still have a dead holder's name
         self._fd = fd
         self._ended.clear()
         threading.Thread(target=self._live, name="hybrid-trt lock", daemon=True).start()
@@ -211,7 +211,7 @@ class FileLock:
                 life_signs.write(self._fd, self._id, count, durable=True)
 
     def lost(self) -> bool:
-        """Tell whether another machine took over what this lock held, since it saw no life sign."""
+        """Tell whether another machine took this lock over, since it saw no life sign."""
         return self._fd is not None and not life_signs.names(self.path, self._id)
 
     def release(self, keep: bool = False) -> None:
@@ -225,10 +225,10 @@ class FileLock:
         if keep:
             return life_signs.close(fd)
         try:
-            self.path.unlink(missing_ok=True)  # while still locked: whoever waits sees that this file is gone
+            self.path.unlink(missing_ok=True)  # while still locked: a waiting process sees that this file is gone
             life_signs.close(fd)
         except OSError:
-            # Windows removes no open file, so whoever has just opened this one keeps it, and nothing is lost
+            # Windows removes no open file, so a process that has just opened this one keeps it
             life_signs.close(fd)
             with contextlib.suppress(OSError):
                 self.path.unlink()
@@ -265,7 +265,7 @@ def _system_lock(fd: int) -> None:
 
 
 def _appear(path: Path, lock: str) -> None:
-    """Make the lock file with us as its holder, unless it is there; whoever locks it first has it."""
+    """Make the lock file with us as its holder, unless it is there; the first process to lock it has it."""
     temporary = temporary_beside(path)
     try:
         life_signs.write_new(temporary, lock)
@@ -284,7 +284,7 @@ def _appear(path: Path, lock: str) -> None:
 
 BUILD_PREFIX = ".building-"
 REPLACED = ".replaced"
-"""In a work folder: the engine that a new one is to take the place of."""
+"""In a work folder: the engine that a new engine will replace."""
 _LOCK_SUFFIX = ".lock"
 
 _mine: dict[Path, FileLock] = {}
@@ -310,7 +310,7 @@ def new_work_folder(root: Path) -> Path:
 
 
 def remove_work_folder(folder: Path) -> None:
-    """Remove a work folder with all that is in it, or only what is left of it after its contents were moved away."""
+    """Remove a work folder with all that is in it; its contents may have been moved away."""
     shutil.rmtree(folder, ignore_errors=True)
     _forget(folder)
 
@@ -385,10 +385,10 @@ def sweep(root: Path) -> list[str]:
 
 
 def _sweep_lock(path: Path) -> None:
-    """Remove the lock file of an engine that nobody builds. Whoever is about to lock it sees that it is gone."""
+    """Remove the lock file of an engine that nobody builds. A process about to lock it sees that it is gone."""
     with contextlib.suppress(OSError):  # another user's
         if path.is_symlink() or path.stat().st_size != life_signs.LENGTH:
-            return  # none that we made
+            return  # not our lock file
         lock = FileLock(path)
         if lock.acquire():
             lock.release(keep=not lock.reliable)

@@ -31,7 +31,7 @@ class LibraryError(Exception):
 
 
 def gigabytes(size: float) -> str:
-    """Return a number of bytes as people say it."""
+    """Return a number of bytes in gigabytes, for people."""
     return f"{size / 1e9:.1f} GB" if size >= 1e8 else f"{size / 1e6:.1f} MB"
 
 

@@ -53,10 +53,10 @@ class Engine:
                 )
 
     def read_checked(self, name: str) -> bytes:
-        """Return a file's contents, which are those that were built. What is run is made of these very bytes.
+        """Return a file's contents, checked against the manifest. Engines are loaded from these very bytes.
 
         Raises:
-            Unavailable: they are others, or the file is missing.
+            Unavailable: the contents differ, or the file is missing.
         """
         expected = self.manifest.files.get(name)
         if expected is None:
@@ -71,9 +71,9 @@ class Engine:
         return contents
 
     def check_contents(self, check: Check | None = None) -> None:
-        """Raise Unavailable when a file's contents are not those that were built. Reads everything, files in parallel.
+        """Raise Unavailable when a file's contents have changed since the build. Reads everything, files in parallel.
 
-        For people who ask. What is run is read by ``read_checked``: a file can change at any moment.
+        For users' checks. Engines that run are read by ``read_checked``: a file can change at any moment.
         """
         with ThreadPoolExecutor(max_workers=4) as pool:
             hashes = {name: pool.submit(file_sha256, self.folder / name, check) for name in self.manifest.files}
@@ -82,7 +82,7 @@ class Engine:
                     raise Unavailable(Reason.BROKEN_ENGINE, f"{self.folder.name}/{name} is damaged (its hash differs)")
 
     def read_parameters(self) -> dict[str, str]:
-        """Return what ``write_parameters`` kept.
+        """Return the table that ``write_parameters`` kept.
 
         Raises:
             Unavailable: there is no such file, or it is damaged.

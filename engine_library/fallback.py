@@ -136,7 +136,7 @@ class Fallback:
     """Reason with the particulars of one case, for example which shape did not fit.
 
     Attributes:
-        sizes: those of a call that the engine was not built for, symbol -> size.
+        sizes: sizes of a call that the engine was not built for, symbol -> size.
         uncovered: the call, where an engine of its own size would serve it.
         this_call_only: True if other calls of the run are still served.
         advice: what to do, where it is not what the reason usually wants.

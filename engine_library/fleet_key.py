@@ -1,6 +1,6 @@
-"""The fleet key: a secret that all workers of a fleet mount. What one of them built and proved, the others accept.
+"""The fleet key: a secret that all workers of a fleet mount. All accept what one built and checked.
 
-It stands beside each machine's own secret, see ``trust``. Whoever holds it can run programs on every worker.
+It adds to each machine's own secret, see ``trust``. A holder of the key can run programs on every worker.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ VARIABLE = "HYBRID_TRT_FLEET_KEY"
 SHORTEST, LONGEST = 32, 4096
 """Bytes of a key."""
 _FEWEST_KINDS = 8
-"""Different bytes of a key: a file of zeros, as a failed copy leaves it, is a key that everybody knows."""
+"""Least number of different bytes in a key: everybody knows the file of zeros that a failed copy leaves."""
 
 
 def sign(text: str) -> str:
@@ -45,7 +45,7 @@ def why_refused() -> str:
 
 
 def in_use() -> bool:
-    """Tell whether this process signs with a fleet key, and accepts what it signed."""
+    """Tell whether this process signs with a fleet key, and accepts signatures of it."""
     return _key() is not None
 
 
@@ -85,7 +85,7 @@ def _key() -> bytes | None:
 
 
 def _read(path: Path) -> tuple[bytes | None, str]:
-    """Return the key, or why there is none. Never with the path: somebody may have put the key itself there."""
+    """Return the key, or why there is none. Never with the path: a user may have put the key itself there."""
     try:
         with os.fdopen(open_regular(path), "rb") as file:
             key, private = file.read(LONGEST + 1), is_private(file.fileno(), path)

@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 READY, STALE, UNCHECKED, BROKEN = "ready", "stale", "unchecked", "broken"
 
 MARK_EVERY = 60.0
-"""Seconds in which more than one use counts as one."""
+"""Seconds in which several uses are marked once."""
 
 _marked: dict[Path, float] = {}
 
@@ -34,7 +34,7 @@ class Entry:
     """One folder of the library.
 
     Attributes:
-        name: the folder's; of one that an earlier folder of the library has too ``name@2``.
+        name: the folder's name; ``name@2`` if an earlier folder of the library has the same.
         state: ``"ready"``; ``"stale"``: of another version, machine, GPU or file; ``"unchecked"``: it was built without
             this GPU and was not compared with native on it; ``"broken"``: its files are damaged, or it is wrong.
         reason: why it is not ready, in words.
@@ -63,14 +63,14 @@ class Entry:
 
 
 Stale = Callable[[Engine], Fallback | None]
-"""Returns why an engine's weights are not its file's any more, or None: see ``hash_cache.source_changed``."""
+"""Returns why an engine's weights no longer match their file, or None: see ``hash_cache.source_changed``."""
 
 
 def entries(library: Library, usable: Usable, stale: Stale, gpu: str = "") -> list[Entry]:
     """List everything in the library, in a stable order.
 
     Args:
-        usable: the backends' say on whether an engine runs here (version, GPU); None means yes.
+        usable: returns why an engine does not run here (version, GPU), by its backend; None means that it runs.
         gpu: where they are to run; ``""`` is the CPU.
     """
     found: dict[str, Entry] = {}
@@ -82,7 +82,7 @@ def entries(library: Library, usable: Usable, stale: Stale, gpu: str = "") -> li
 
 
 def _free_name(name: str, taken: Collection[str]) -> str:
-    """Return a folder's name, with a number where another has it: a user who means one must not delete the other."""
+    """Return a folder's name, with a number if it is taken: a user must not delete the wrong engine by its name."""
     numbered = (f"{name}@{number}" for number in itertools.count(2))
     return next(free for free in itertools.chain([name], numbered) if free not in taken)
 
@@ -91,17 +91,17 @@ def _entry(path: Path, name: str, usable: Usable, stale: Stale, gpu: str) -> Ent
     folder, engine = path.parent, None
     try:
         engine = Engine(folder, Manifest.read(path))
-        flaw = Library.why_unusable(engine, usable, gpu) or stale(engine)
+        fault = Library.why_unusable(engine, usable, gpu) or stale(engine)
     except ManifestError as error:
-        flaw = Fallback(Reason.BROKEN_ENGINE, str(error))
+        fault = Fallback(Reason.BROKEN_ENGINE, str(error))
     except Exception as error:  # of a backend, for example; the other engines are listed all the same
         log.warning("Hybrid TRT: %s could not be looked at, so it is listed as broken.", folder, exc_info=True)
         what = f"{folder.name} could not be looked at ({type(error).__name__}: {error}); the log has the whole error"
-        flaw = Fallback(Reason.BROKEN_ENGINE, what)
-    state = READY if flaw is None else flaw.reason.state if flaw.reason.state in (BROKEN, UNCHECKED) else STALE
+        fault = Fallback(Reason.BROKEN_ENGINE, what)
+    state = READY if fault is None else fault.reason.state if fault.reason.state in (BROKEN, UNCHECKED) else STALE
     used = last_used(engine) if engine is not None else None
     text = used.isoformat(timespec="seconds") if used is not None else None
-    return Entry(folder, name, state, "" if flaw is None else str(flaw), _disk_use(folder), engine, text)
+    return Entry(folder, name, state, "" if fault is None else str(fault), _disk_use(folder), engine, text)
 
 
 def _disk_use(folder: Path) -> int:
@@ -159,7 +159,7 @@ def delete(entry: Entry) -> None:
 
 
 def mark_used(engines: Iterable[Engine]) -> None:
-    """Note that engines serve now, in the time of an empty file. A library that cannot be written keeps no note."""
+    """Note in the time of an empty file that engines serve now. A read-only library keeps no note."""
     now = time.monotonic()
     for engine in engines:
         path = engine.folder / USE_NAME

@@ -1,6 +1,6 @@
 """The library: folders of engines, each engine a folder of its files and its manifest.
 
-An engine appears by one rename of a finished folder, so it is there wholly or not at all, whoever is killed when.
+An engine appears by one rename of a finished folder, so it is there wholly or not at all, whichever process is killed.
 """
 
 from __future__ import annotations
@@ -34,22 +34,22 @@ from .safe_files import others_may_write
 log = logging.getLogger(__name__)
 
 Usable = Callable[[Manifest], Fallback | None]
-"""A backend's say on whether an engine runs here; None means yes."""
+"""Returns why an engine does not run here, by its backend; None means that it runs."""
 
 @dataclass(frozen=True)
 class EngineQuery:
     """Query of a node for an engine.
 
     Attributes:
-        weights: what the engine may have as its weights, the most wanted first: a hash of them, or a layout that
-            serves any.
+        weights: hashes of the weights that the engine may have, the most wanted first; or layouts, for engines of
+            any weights.
         backends: names, the most wanted first.
         gpu: where it is to run; ``""`` is the CPU.
-        fastest: whether the engine that was the fastest on this GPU is the best one, whoever built it; see
+        fastest: whether to prefer the engine that was fastest on this GPU, of any backend; see
             ``trust.relative_time``.
-        only_timed: those of the backends of which only engines will do that were timed on this GPU.
+        only_timed: backends whose engines count only if they were timed on this GPU.
         covers: tells whether an engine takes all calls of the profile; by default its own profile has to hold it.
-        layout: that of the network; ``""`` where it does not matter.
+        layout: the network's layout; ``""`` where it does not matter.
     """
 
     architecture: str
@@ -65,8 +65,8 @@ class EngineQuery:
 
 
 def manifests(root: Path) -> list[Path]:
-    """List the manifests in a folder of the library: those of all engines there, served or not. Hidden folders are no
-    engines: builds are among them."""
+    """List the manifests of all engines in a folder of the library, served or not. Hidden folders, such as those of
+    builds, are no engines."""
     return [path for path in sorted(root.glob(f"*/{MANIFEST_NAME}")) if not path.parent.name.startswith(".")]
 
 
@@ -74,7 +74,7 @@ class Library:
     """The engines under some folders; builds go to the first. Holds no state but the manifests it has read."""
 
     def __init__(self, roots: Sequence[Path]):
-        # two names of one folder are one: its engines would be there twice
+        # a folder with two names counts once, or its engines would be listed twice
         self.roots = list({os.path.realpath(root): root for root in reversed(roots)}.values())[::-1]
         self._read: dict[Path, tuple[tuple[int, int], Engine | None]] = {}
         for root in self.roots:
@@ -99,21 +99,20 @@ class Library:
         """The best engine for a model.
 
         Engines whose profile holds the wanted one come first, then more wanted backends, then smaller profiles.
-        A smaller profile than wanted still serves the calls that fit it. Where the fastest is wanted, its time on this
-        GPU counts more than its backend, those without figures come after those with, and such as were no faster than
-        native last of all.
+        A smaller profile than wanted still serves the calls that fit it. With ``fastest``, an engine's time on this
+        GPU counts more than its backend. Engines without times come later, and engines no faster than native last.
 
         Args:
             wanted: which network, weights, precision, profile and backends.
-            usable: the backends' say on whether an engine runs here; None means yes.
+            usable: returns why an engine does not run here, by its backend; None means that it runs.
 
         Raises:
-            Unavailable: no engine can be used; of several reasons the one closest to success is told.
+            Unavailable: no engine can be used; of several reasons it carries the one closest to success.
         """
         return self.find_all(wanted, usable)[0]
 
     def find_all(self, wanted: EngineQuery, usable: Callable[[Manifest], Fallback | None]) -> list[Engine]:
-        """All engines that can serve a model, the best first; as ``find``, which see."""
+        """All engines that can serve a model, the best first, in the order of ``find``."""
         candidates, refusals = [], []
         for engine in self.engines():
             identity = engine.manifest.identity
@@ -121,13 +120,13 @@ class Library:
                 continue
             if identity.precision != wanted.precision or identity.backend not in wanted.backends:
                 continue
-            pace = trust.relative_time(engine, wanted.gpu)
-            if pace is None and identity.backend in wanted.only_timed:
+            relative_time = trust.relative_time(engine, wanted.gpu)
+            if relative_time is None and identity.backend in wanted.only_timed:
                 continue
             if (refusal := self.why_unusable(engine, usable, wanted.gpu)) is not None:
                 refusals.append(Unavailable(refusal.reason, refusal.detail))
                 continue
-            rank = _rank(engine, wanted, pace if wanted.fastest else None)
+            rank = _rank(engine, wanted, relative_time if wanted.fastest else None)
             candidates.append((rank, len(candidates), engine))
         if candidates:
             return [engine for _, _, engine in sorted(candidates)]
@@ -136,7 +135,7 @@ class Library:
         raise self.nothing_found()
 
     def unchecked(self, wanted: EngineQuery, usable: Usable) -> Engine | None:
-        """Return the smallest engine that holds the wanted profile and needs but a check to serve."""
+        """Return the smallest engine that holds the wanted profile and needs only a check to serve."""
         found = []
         for engine in self.engines():
             identity = engine.manifest.identity
@@ -149,7 +148,7 @@ class Library:
         return min(found)[2] if found else None
 
     def nothing_found(self) -> Unavailable:
-        """Return the error for a model without an engine; damaged ones are told in the log and by the panel alone."""
+        """Return the error for a model without an engine; the log and the panel list damaged engines."""
         return Unavailable(Reason.NO_ENGINE, "none for this model in the library")
 
     def may_have(
@@ -159,10 +158,10 @@ class Library:
         backends: Collection[str] | None = None,
         others: Collection[str] = (),
     ) -> bool:
-        """Tell whether an engine could be a model's, judged without its weights hash; False is certain.
+        """Tell whether the library may have an engine for a model, without its weights hash; False is certain.
 
         Args:
-            backends: whose engines count; everybody's by default.
+            backends: names of the backends whose engines count; all by default.
             others: hashes of weights that are not the model's.
         """
         manifests = [e.manifest for e in self.engines() if e.manifest.identity.architecture == architecture]
@@ -192,7 +191,7 @@ class Library:
             )
 
     def exact(self, identity: EngineIdentity, usable: Usable, gpu: str = "") -> Engine | None:
-        """Return the engine with this very key, if it is there and nothing is wrong with it."""
+        """Return the engine with this very key, if it is there and usable."""
         same = (e for e in self.engines() if e.manifest.identity == identity)
         return next((e for e in same if self.why_unusable(e, usable, gpu) is None), None)
 
@@ -223,7 +222,7 @@ class Library:
             return None
 
     def sweep(self) -> None:
-        """Remove what dead processes left in its folders: builds, and engines that they were deleting."""
+        """Remove leftovers of dead processes in its folders: builds, and engines that they were deleting."""
         for root in self.roots:
             sweep(root)
 
@@ -257,8 +256,8 @@ class Library:
         """Write the manifest into a building folder and make the engine appear, replacing one with the same key.
 
         Args:
-            record: what this machine knows of it.
-            check: called until just before the engine appears; what it raises leaves the library as it was.
+            record: this machine's record of the engine.
+            check: called until just before the engine appears; if it raises, the library stays as it was.
 
         Raises:
             LibraryError: nobody could read this manifest again.
@@ -281,7 +280,7 @@ class Library:
         with out_of_the_way(target):
             move(building, target)
         remove_work_folder(building)
-        with contextlib.suppress(OSError):  # it is there: nothing may fail any more
+        with contextlib.suppress(OSError):  # the engine is published: nothing may fail any more
             sync(target.parent)
         return Engine(target, manifest)
 
@@ -300,21 +299,21 @@ class Library:
 
 
 def _fits(identity: EngineIdentity, wanted: EngineQuery) -> bool:
-    """Tell whether an engine has wanted weights, or may have had under the layouts of earlier versions."""
+    """Tell whether an engine has wanted weights, or an earlier version's layout, which may stand for them."""
     if identity.outdated_layout:
         return any(weights.startswith(LAYOUT_PREFIX) for weights in wanted.weights)
     other = wanted.layout and identity.layout and identity.layout != wanted.layout
     return identity.weights in wanted.weights and not other
 
 
-def _rank(engine: Engine, wanted: EngineQuery, pace: float | None) -> tuple:
-    """Return the sort key of an engine that serves a node, the best first; ``pace``: its relative time, or None."""
+def _rank(engine: Engine, wanted: EngineQuery, relative_time: float | None) -> tuple:
+    """Return the sort key of an engine that serves a node, the best first; ``relative_time``: measured, or None."""
     identity = engine.manifest.identity
-    slow, profile = pace is not None and pace >= 1, identity.profile
+    slow, profile = relative_time is not None and relative_time >= 1, identity.profile
     # a UNet's has no sizes of hints
     covers = wanted.covers(engine) if wanted.covers else profile.contains(wanted.profile.only(profile.ranges))
     backend, weights = wanted.backends.index(identity.backend), wanted.weights.index(identity.weights)
-    return slow, not covers, pace is None, pace or 0.0, backend, weights, profile.volume()
+    return slow, not covers, relative_time is None, relative_time or 0.0, backend, weights, profile.volume()
 
 
 @functools.cache

@@ -1,8 +1,8 @@
-"""Life signs of locks: how machines tell whether the holder of a lock lives, where they do not see each other's locks.
+"""Life signs of locks: they show a lock's holder alive to machines that do not see each other's locks.
 
 The system's lock says at once that a holder is dead, but only to processes that share its kernel and its mount.
-A shared folder may carry it to nobody else. So a lock file also holds an id and a count, which its holder raises every
-few seconds. Who sees no change for long enough, by a clock of its own, takes the lock over. No two clocks are compared.
+Other machines with the folder may not see it. So a lock file also holds an id and a count, which its holder raises
+every few seconds. A process that sees no change for long enough, by its own clock, takes the lock over.
 """
 
 from __future__ import annotations
@@ -22,24 +22,24 @@ from .safe_files import SMALL, open_regular
 BEAT = 5.0
 """Seconds between two life signs."""
 SILENCE = 40.0
-"""Seconds without one after which a holder counts as dead."""
+"""Seconds without a life sign after which a holder counts as dead."""
 LENGTH = 512
 """Bytes of a record, always: nobody reads half of one."""
 _REMEMBERED = 1000
 
 _seen: dict[Path, tuple[bytes, float]] = {}
-"""Lock file of another machine -> what stood in it, and since when, by this process's clock."""
+"""Lock file of another machine -> its contents, and since when, by this process's clock."""
 _guard = threading.Lock()
 
 
 def record(lock: str, reach: str, count: int) -> bytes:
-    """Return what a holder writes: its name for people, the lock's id, how far its lock reaches, and the count."""
+    """Return a holder's record: its name for people, the lock's id, how far its lock reaches, and the count."""
     name = {"pid": os.getpid(), "host": socket.gethostname()}
     return json.dumps(name | {"lock": lock, "reach": reach, "count": count}).encode().ljust(LENGTH)
 
 
 def reach(file: int | Path) -> str:
-    """Return among whom the system's lock on a file holds: one kernel, and one mount of the file's disk."""
+    """Return an id of the scope of the system's lock on a file: one kernel, and one mount of the file's disk."""
     return f"{_kernel()} {os.stat(file).st_dev}"
 
 
@@ -60,7 +60,7 @@ def write(descriptor: int, lock: str, count: int = 0, durable: bool = False) -> 
     try:
         os.lseek(descriptor, 0, os.SEEK_SET)
         os.write(descriptor, record(lock, reach(descriptor), count))
-        os.ftruncate(descriptor, LENGTH)  # something longer may have stood there, which would spoil ours
+        os.ftruncate(descriptor, LENGTH)  # the rest of a longer record would spoil ours
         if durable:
             os.fsync(descriptor)
     except OSError:
@@ -93,13 +93,13 @@ def close(descriptor: int) -> None:
 
 
 def contents(descriptor: int) -> bytes:
-    """Return what stands in an open lock file."""
+    """Return the contents of an open lock file."""
     os.lseek(descriptor, 0, os.SEEK_SET)
     return os.read(descriptor, SMALL)
 
 
 def read(path: Path) -> bytes:
-    """Return what stands in a lock file.
+    """Return the contents of a lock file.
 
     Raises:
         OSError: it is gone, or cannot be read.
@@ -112,10 +112,10 @@ def read(path: Path) -> bytes:
 
 
 def parsed(text: bytes) -> tuple[str, str]:
-    """Return the lock's id and its reach; both are empty where none is told, as in earlier versions."""
+    """Return the lock's id and its reach; both are empty in records of earlier versions."""
     try:
-        told = schema.loads(text)
-        return str(told.get("lock", "")), str(told.get("reach", ""))
+        fields = schema.loads(text)
+        return str(fields.get("lock", "")), str(fields.get("reach", ""))
     except (ValueError, AttributeError):
         return "", ""
 

@@ -28,8 +28,8 @@ EXPORT_FORMAT = 4
 """Raise this when the exported graph changes its inputs, outputs or numbers: older engines become stale."""
 
 LAYOUT_PREFIX = "layout2-"
-"""Begins what stands in the place of a hash of weights for an engine that serves any weights of a layout. Has another
-number whenever layouts are told otherwise: older engines become stale."""
+"""Beginning of the layout that replaces the hash of weights for engines of any weights. Raise its number whenever
+layouts are computed differently: older engines become stale."""
 _ANY_LAYOUT = "layout"
 
 _NEEDED = ("key", "identity", "kind", "label", "inputs", "outputs", "files", "parity", "seconds", "created",
@@ -56,10 +56,10 @@ class EngineIdentity:
         weights: hash of the weights, see ``weight_hash.weights_hash``, or their layout, see ``any_weights``.
         precision: ``float16``, ``bfloat16`` or ``float32``: what the engine computes in.
         profile: the shapes it accepts.
-        backend, backend_version: who built it.
+        backend, backend_version: the backend that built it.
         device: what it runs on, in the backend's words: ``"any"``, or a GPU's name and compute capability.
-        layout: that of the network whose weights are built in: with other settings of a layer these weights compute
-            something else. ``""`` for an engine of any weights, and in those of earlier versions.
+        layout: layout of the network whose weights are built in: with other settings of a layer these weights give
+            other results. ``""`` for an engine of any weights, and in manifests of earlier versions.
     """
 
     architecture: str
@@ -74,17 +74,17 @@ class EngineIdentity:
 
     @property
     def any_weights(self) -> bool:
-        """True where it serves all checkpoints of a layout with any LoRA, and not one set of weights alone."""
+        """True where it serves all checkpoints of a layout with any LoRA, and not only one set of weights."""
         return self.weights.startswith(_ANY_LAYOUT)
 
     @property
     def outdated_layout(self) -> bool:
-        """True where an earlier version told the layout in another way, so nobody knows which networks it serves."""
+        """True where an earlier version computed the layout differently, so the networks that it serves are unknown."""
         return self.any_weights and not self.weights.startswith(LAYOUT_PREFIX)
 
     def to_json(self) -> dict:
-        told = {name: value for name, value in self.__dict__.items() if name != "layout" or value}
-        return {**told, "profile": self.profile.to_json()}
+        fields = {name: value for name, value in self.__dict__.items() if name != "layout" or value}
+        return {**fields, "profile": self.profile.to_json()}
 
     @property
     def key(self) -> str:
@@ -176,10 +176,10 @@ class Manifest:
 
     @classmethod
     def from_json(cls, data: object) -> Manifest:
-        """The inverse of ``to_json``, whoever wrote it.
+        """The inverse of ``to_json``, for untrusted data.
 
         Raises:
-            MalformedInput: something is not what it has to be; nothing unknown is passed over.
+            MalformedInput: a value is wrong, or not known.
         """
         data = schema.mapping(data, "the manifest", _NEEDED, _LATER)
         inputs, outputs = _specs(data["inputs"], "inputs"), _specs(data["outputs"], "outputs")
@@ -248,7 +248,7 @@ def _identity(data: object) -> EngineIdentity:
 
 
 def read_profile(data: object) -> Profile:
-    """Read the shapes that an engine accepts, whoever wrote them.
+    """Read the shapes that an engine accepts, from untrusted data.
 
     Raises:
         MalformedInput: they are none.
@@ -293,10 +293,10 @@ def _dim(data: object, what: str) -> int | Dim:
 def _check_symbols(inputs: tuple[TensorSpec, ...], outputs: tuple[TensorSpec, ...]) -> None:
     """Raise MalformedInput where a call would not tell all sizes: see ``shapes.bind``."""
     required = [dim for spec in inputs if not spec.optional for dim in spec.dims]
-    told = {dim.symbol for dim in required if isinstance(dim, Dim) and dim.tells}
+    bound = {dim.symbol for dim in required if isinstance(dim, Dim) and dim.tells}
     for spec in (*inputs, *outputs):
         for dim in spec.dims:
-            if isinstance(dim, Dim) and not dim.symbols <= told:
+            if isinstance(dim, Dim) and not dim.symbols <= bound:
                 raise schema.MalformedInput(f"{spec.name} has a size {dim}, which no input tells")
 
 

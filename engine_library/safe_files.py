@@ -1,6 +1,6 @@
-"""Files that somebody else may have put where ours should lie: only regular ones are opened, and no link is followed.
+"""Safe opening of files that others may have replaced: only regular files are opened, and no link is followed.
 
-Whoever can write to the library's folder can put anything there. A link would have us read or overwrite a file
+Anybody who can write to the library's folder can put anything there. A link would have us read or overwrite a file
 elsewhere, a pipe would keep us waiting for ever, and a huge file would take all memory.
 """
 
@@ -19,7 +19,7 @@ _CAREFUL = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | getattr
 OTHERS = 0o077
 """The rights of everybody but the owner."""
 WRITABLE = 0o022
-"""Their right to write."""
+"""Everybody else's rights to write."""
 SMALL, NOTES = 1 << 20, 1 << 25
 """Most bytes of a file of settings, and of notes on many models or nodes."""
 
@@ -72,7 +72,7 @@ def is_own_folder(folder: Path) -> bool:
 
 
 def others_may_write(folder: Path) -> bool:
-    """Tell whether every user may put files into a folder, or one whose it is; False where that cannot be told."""
+    """Tell whether other users may put files into a folder; False where that is not known."""
     try:
         found = folder.stat()
     except OSError:

@@ -1,6 +1,6 @@
-"""Reading what somebody else may have written: every value has its form, or a ``MalformedInput`` says which has not.
+"""Reading of untrusted JSON: every value has its form, or a ``MalformedInput`` names the value that has not.
 
-Nothing here keeps a value that cannot be shown: no NUL, no lone surrogate, no NaN, no number that overflows.
+Values that cannot be shown are refused: NUL, lone surrogates, NaN, numbers that overflow.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class MalformedInput(ValueError):
 
 
 DEEPEST = 100
-"""Levels of lists and objects: far fewer than Python's own functions can follow."""
+"""Most levels of lists and objects: far fewer than Python's own functions can follow."""
 
 
 def loads(text: bytes | str) -> Any:
@@ -45,7 +45,7 @@ def loads(text: bytes | str) -> Any:
 
 
 def loads_whole(text: bytes | str) -> Any:
-    """As ``loads``, for what is written on or sent back as text: it has no half characters either.
+    """As ``loads``, for values that are written or sent back as text: lone surrogates are refused too.
 
     Raises:
         MalformedInput: it is none.

@@ -1,7 +1,7 @@
-"""Engines that this machine made, and on which GPU they computed what native does: only these serve.
+"""Trust in engines: an engine serves only if this machine built it, and on GPUs where it matched native.
 
-An engine's key is a hash that anybody can compute over whatever files, so it says nothing about what these compute. A
-record beside the manifest does: it is signed with a secret of this user. Machines that share the secret's folder trust
+An engine's key is a hash that anybody can compute over any files, so it proves nothing about their results. A signed
+record beside the manifest does, with a secret of this user as its key. Machines that share the secret's folder trust
 each other's engines, and so do workers with one fleet key, which signs the record as well.
 """
 
@@ -47,12 +47,12 @@ class Record:
 
     Attributes:
         verdict: ``"built"``: made here; ``"refused"``: it computes something else than native.
-        why: what is wrong with a refused one.
+        why: the fault of a refused engine.
         parity: figures of the comparison on a device, as in a manifest. On a GPU also its ``driver``, and milliseconds
             of one call, ``engine_ms`` and ``native_ms``, or the ``relative_time`` of a network in blocks; for an
             engine of any weights ``refit_s``: seconds to take all.
-        gpu: on which GPU it ran and computed what native does; ``""`` on none.
-        here: False if it is another worker's, whose fleet key is ours.
+        gpu: the GPU on which it ran and matched native; ``""``: none.
+        here: False if another worker with our fleet key signed it.
     """
 
     verdict: str
@@ -69,7 +69,7 @@ class Record:
 
 
 BUILT_HERE = Record(BUILT)
-"""Of an engine whose graph was compared with native, and that has not run on a GPU."""
+"""Record of an engine whose graph was compared with native, and that has not run on a GPU."""
 
 _known: dict[str, tuple[tuple, Record | None]] = {}
 _unkept: dict[tuple[str, str], tuple[Record, tuple]] = {}
@@ -79,7 +79,7 @@ _unkept: dict[tuple[str, str], tuple[Record, tuple]] = {}
 def keep(folder: Path, manifest: Manifest, record: Record, home: Path | None = None) -> None:
     """Sign an engine's record and keep it in ``folder``, or beside the secret when the library is read-only.
 
-    Beside the secret as well when another worker of the fleet built it: its own record stays for the others.
+    Beside the secret as well when another worker of the fleet built it: that worker's record stays in the folder.
 
     Args:
         folder: where the engine's files are now.
@@ -91,7 +91,7 @@ def keep(folder: Path, manifest: Manifest, record: Record, home: Path | None = N
         taken_over = there is not None and not there.here
         text = json.dumps({**fields, **_signatures(_signed(manifest, fields), taken_over)}, indent=1)
         if not taken_over and _wrote(place, text):
-            elsewhere.unlink(missing_ok=True)  # which would win
+            elsewhere.unlink(missing_ok=True)  # it would take precedence
         else:
             elsewhere.parent.mkdir(parents=True, exist_ok=True)
             write_file(elsewhere, text)
@@ -113,7 +113,7 @@ def record_of(engine: Engine) -> Record | None:
         return unkept
     places = [engine.folder / RECORD_NAME]
     with contextlib.suppress(OSError):  # no home
-        places.insert(0, _elsewhere(engine.manifest))  # newer: it was written when the folder could not be any more
+        places.insert(0, _elsewhere(engine.manifest))  # newer: it was written when the folder was read-only
     stamp = (engine.manifest.digest, *keys, *(_stamp(place) for place in places))
     known = _known.get(str(engine.folder))
     if known is None or known[0] != stamp:
@@ -123,7 +123,7 @@ def record_of(engine: Engine) -> Record | None:
 
 
 def figures(engine: Engine) -> Mapping:
-    """Return how far an engine is from native: as measured on this GPU, else in its build."""
+    """Return the figures of an engine's comparison with native: measured on this GPU, else in its build."""
     record = record_of(engine)
     return record.parity if record is not None and record.parity else engine.manifest.parity
 
@@ -144,9 +144,9 @@ def built_here(engine: Engine) -> bool:
 def relative_time(engine: Engine, gpu: str) -> float | None:
     """Return the part of native's time that a call takes, as measured on this GPU: 0.5 is twice as fast.
 
-    None without such figures. Engines are timed at their own best sizes, so their milliseconds cannot be compared and
-    their parts of native's time can; a network in blocks has nothing but this part. Native waits more for launches at
-    small sizes, which flatters engines for those; parts that differ by a few percent are alike.
+    None without measurements. Engines are timed at their own best sizes. So only their parts of native's time can be
+    compared, and not their milliseconds; a network in blocks has only this part. Native waits more for launches at
+    small sizes, which flatters engines of small sizes; parts that differ by a few percent are alike.
     """
     record = record_of(engine)
     if not gpu or record is None or record.gpu != gpu:
@@ -274,7 +274,7 @@ def is_signed(text: str, signature: object) -> bool:
 
 
 def seal(contents: bytes, what: str) -> bytes:
-    """Return contents with a signature before them, which is of what they are, too.
+    """Return contents behind a signature, which covers their purpose ``what`` too.
 
     Raises:
         OSError: as ``sign``.
@@ -283,7 +283,7 @@ def seal(contents: bytes, what: str) -> bytes:
 
 
 def unseal(sealed: bytes, what: str) -> bytes | None:
-    """Return the contents of ``seal``; None where they were not sealed here, or as something else."""
+    """Return the contents of ``seal``; None where they were not sealed here for this purpose."""
     signature, contents = sealed[:SEAL], sealed[SEAL:]
     ours = is_signed(_sealed(contents, what), signature.decode("ascii", "replace"))
     return contents if ours else None
@@ -340,7 +340,7 @@ def _make_key() -> bytes:
     finally:
         with contextlib.suppress(OSError):
             temporary.unlink()
-    if (key := _read_key()) is None:  # another process may have been first: then it is theirs
+    if (key := _read_key()) is None:  # another process may have been first: then its secret counts
         raise OSError(f"{path} cannot be kept")
     return key
 

@@ -1,8 +1,8 @@
-"""The yardstick of engines: how far their results may be from exact ones, and how that is said.
+"""The yardstick of engines: limits on the distance of their results from exact results, and words for it.
 
-In half precision, rounding alone puts native as far from float32 as the weights happen to amplify it. So both are held
-against float32, and native's own distance is the measure. Where float32 cannot be had, and for an engine that is in
-float32 itself, a fixed limit on the distance from native holds.
+In half precision, rounding alone puts native as far from float32 as the weights happen to amplify it. So both are
+compared with float32, and native's own distance is the measure. A fixed limit on the distance from native holds where
+float32 cannot be computed, and for engines in float32.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def over_limit(cases: Sequence[Mapping]) -> Mapping | None:
 
 
 def figures(cases: Sequence[Mapping]) -> dict[str, float]:
-    """Return the figures that stand for all cases: those of the one with the largest error."""
+    """Return the figures that stand for all cases: the figures with the largest error."""
     worst = max(cases, key=lambda case: case["rel_err"])
     return {name: worst[name] for name in ("rel_err", "native_rel_err", "limit") if name in worst}
 

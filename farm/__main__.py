@@ -18,7 +18,7 @@ def main(argv: list[str]) -> int:
     arguments, rest = _parser().parse_args(argv[:at]), argv[at + 1 :]
     try:
         if arguments.command == "serve":
-            from .serving import serve_farm  # needs Ray, which a machine that only asks has not
+            from .serving import serve_farm  # needs Ray, which a machine that only renders may lack
 
             return serve_farm(arguments, token(arguments.token_file, make=True), rest)
         from .render import render_batch

@@ -1,4 +1,4 @@
-"""The farm's token: everyone who renders has it, and Ray keeps its hash alone."""
+"""The farm's token: everyone who renders has it, and Ray keeps only its hash."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ _SHORTEST = 16
 
 
 class NoToken(Exception):
-    """There is no token that can be used; the text says what to do."""
+    """No usable token; the text says what to do."""
 
 
 def token_file() -> Path:
-    """Return the file that holds the token where nobody names another."""
+    """Return the default file of the token."""
     return Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config") / "hybrid-trt" / "farm_token"
 
 

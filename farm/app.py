@@ -29,17 +29,17 @@ log = logging.getLogger("ray.serve")
 NAME = "hybrid_trt_farm"
 ATTEMPTS = 3
 ENDS = ("done", "failed", "refused")
-"""Events that are a prompt's last."""
+"""Last events of a prompt."""
 MAX_BODY = 32 << 20
 MODEL_SETS = 3
-"""Sets of models that a worker is taken to hold: prompts go where theirs are."""
+"""Number of model sets that a worker is assumed to hold: prompts prefer workers with their models."""
 _SECONDS = [0.1, 0.3, 1, 3, 10, 30, 100, 300, 1000]
 
 
 @serve.deployment(max_ongoing_requests=1, health_check_period_s=2, graceful_shutdown_timeout_s=60,
                   max_constructor_retry_count=2)  # fmt: skip
 class Worker:
-    """One ComfyUI. It takes one prompt at a time; where ComfyUI ends, so does the worker, and Ray starts another."""
+    """One ComfyUI. It takes one prompt at a time; if ComfyUI ends, so does the worker, and Ray starts another."""
 
     async def __init__(self, settings: WorkerSettings) -> None:
         """Start ComfyUI, and return when it is warm."""
@@ -68,7 +68,7 @@ class Worker:
         return key
 
     async def render(self, prompt: Prompt, brought: Pictures) -> AsyncIterator[Event]:
-        """Run a workflow, with the pictures that it brought, and yield its events."""
+        """Run a workflow with its pictures, and yield its events."""
         await self.models(serve.get_multiplexed_model_id())
         began, event = time.monotonic(), {}
         try:
@@ -79,7 +79,7 @@ class Worker:
                     yield event
         except ComfyLost as error:
             log.error("%s", error)
-            os._exit(1)  # one way to fail: the gate sees a worker that died, and Ray starts another
+            os._exit(1)  # a single way to fail: the gate sees a dead worker, and Ray starts another
         finally:
             self._count(event, time.monotonic() - began)
 
@@ -100,7 +100,7 @@ class Worker:
 @serve.deployment(max_ongoing_requests=10_000, ray_actor_options={"num_cpus": 0}, graceful_shutdown_timeout_s=5,
                   logging_config={"enable_access_log": False})  # fmt: skip
 class Gate:
-    """Everyone's way in: it checks token and request, hands prompts to workers, and again where one dies."""
+    """Entry of all requests: it checks token and request, and passes prompts to workers, again if a worker dies."""
 
     def __init__(self, worker: DeploymentHandle, token_digest: str) -> None:
         self.worker = worker
@@ -129,8 +129,8 @@ class Gate:
         states = (await asyncio.to_thread(serve.status)).applications[NAME].deployments["Worker"].replica_states
         workers = states.get("RUNNING", 0)
         ready = workers > 0 and not self.draining
-        told = {"ready": ready, "workers": workers, "states": states, "rendering": self.rendering}
-        return JSONResponse(told, 200 if ready else 503)
+        state = {"ready": ready, "workers": workers, "states": states, "rendering": self.rendering}
+        return JSONResponse(state, 200 if ready else 503)
 
     async def _render(self, request: Request) -> Response:
         try:
@@ -156,7 +156,7 @@ class Gate:
         return StreamingResponse(_lines(first, events), media_type="application/x-ndjson")
 
     async def _events(self, prompt: Prompt, brought: Pictures) -> AsyncIterator[Event]:
-        """Yield a prompt's events; where its worker dies, another one runs it from the start."""
+        """Yield a prompt's events; if its worker dies, another worker runs it from the start."""
         worker = self.worker.options(stream=True, multiplexed_model_id=models_key(prompt))
         self.rendering += 1
         try:
@@ -168,7 +168,7 @@ class Gate:
                         yield event | ({"attempts": attempt} if event["event"] == "done" else {})
                     return
                 except RayActorError:
-                    if event.get("event") in ENDS:  # its prompt had ended before
+                    if event.get("event") in ENDS:  # its prompt had already ended
                         return
                     log.warning("A worker died while it ran a prompt (attempt %d of %d).", attempt, ATTEMPTS)
                     yield {"event": "worker died", "attempt": attempt}
@@ -177,7 +177,7 @@ class Gate:
                     why = f"The worker failed ({type(error.cause).__name__}); see the log."
                     yield {"event": "failed", "error": why}
                     return
-                finally:  # by itself Ray does so only where it is the first to see that the asker went away
+                finally:  # Ray itself does so only if it is the first to see that the client left
                     running.cancel()
             yield {"event": "failed", "error": f"{ATTEMPTS} workers died while they ran this prompt; see their logs."}
         finally:
@@ -188,7 +188,7 @@ async def _body(request: Request) -> Any:
     """Return the JSON of a request.
 
     Raises:
-        ValueError: it is none, or too large.
+        ValueError: it is no JSON, or too large.
     """
     parts, size = [], 0
     async for part in request.stream():
@@ -211,7 +211,7 @@ def _refusal(status: int, text: str) -> Response:
 
 def application(settings: WorkerSettings, token_digest: str, workers: int, gpus: float) -> serve.Application:
     """Return the application: one gate, and workers with so many GPUs each."""
-    # in one thread a prompt whose asker went away counts, and so keeps others off, until it has really ended
+    # in a single thread, a prompt whose client left counts, and keeps others off, until it has really ended
     apart = {"env_vars": {"RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0"}}
     options = {"num_cpus": 0, "num_gpus": gpus, "runtime_env": apart}
     worker = Worker.options(num_replicas=workers, ray_actor_options=options).bind(settings)

@@ -24,7 +24,7 @@ from .settings import WorkerSettings
 
 Event = dict[str, Any]
 T = TypeVar("T")
-PATIENCE = 20.0
+END_SECONDS = 20.0
 MAX_MESSAGE = 256 << 20
 
 
@@ -72,10 +72,10 @@ class Comfy:
     async def render(self, prompt: Prompt, brought: Pictures) -> AsyncIterator[Event]:
         """Run a workflow and yield its events; the last one is ``done``, ``failed`` or ``refused``.
 
-        It begins when nothing is left of the one before, and lasts until nothing is left of this one.
+        It begins after the clean-up of the prompt before, and ends after its own clean-up.
 
         Args:
-            brought: pictures that it reads.
+            brought: pictures that the workflow reads.
 
         Raises:
             ComfyLost: ComfyUI ended meanwhile.
@@ -108,19 +108,19 @@ class Comfy:
             await _to_its_end(self._clean(name, prompt))
 
     def stop(self) -> None:
-        """End ComfyUI, by closing what its guard reads; remove its folder."""
+        """End ComfyUI by closing its guard's input; remove its folder."""
         if self._process is not None:
             self._process.stdin.close()
             with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(PATIENCE + 5)
+                self._process.wait(END_SECONDS + 5)
         shutil.rmtree(self.folder, ignore_errors=True)
         self._lock.release()
 
     def _ready(self, name: str, prompt: Prompt, brought: Pictures) -> Prompt:
-        """Write the pictures that a workflow brought, and return it as ComfyUI gets it.
+        """Write a workflow's pictures, and return the workflow for ComfyUI.
 
         Raises:
-            ValueError: one of its inputs leads to what others have.
+            ValueError: one of its inputs leads to other workers' files.
         """
         ready = pictures.put(prompt, brought, self.folder / "temp")
         comfyui, base = Path(self.settings.comfyui), Path(self.settings.base or self.settings.comfyui)
@@ -136,7 +136,7 @@ class Comfy:
                 "--disable-auto-launch"]  # fmt: skip
 
     def _environment(self) -> dict[str, str]:
-        """Return our variables, less those of Ray and those that lead to this interpreter's packages."""
+        """Return our variables, without Ray's and without variables that lead to this interpreter's packages."""
         gone = ("PYTHONPATH", "PYTHONHOME", "OMP_NUM_THREADS")
         kept = {name: value for name, value in os.environ.items() if name not in gone and not name.startswith("RAY_")}
         warm = {"HYBRID_TRT_WARM": os.pathsep.join(self.settings.warm)} if self.settings.warm else {}
@@ -151,13 +151,13 @@ class Comfy:
                 if answer.status == 404:
                     raise ComfyLost(f"The ComfyUI at {self.settings.comfyui} has no Hybrid TRT: see its log above.\n"
                                     f"{self._log_tail()}")  # fmt: skip
-                told = await answer.json()
+                state = await answer.json()
         except aiohttp.ClientConnectionError:
             return False
-        failed = [one["text"] for one in told["warmed"] if one["state"] == "failed"]
+        failed = [one["text"] for one in state["warmed"] if one["state"] == "failed"]
         if failed:
             raise ComfyLost(" ".join(failed))
-        return told["ready"]
+        return state["ready"]
 
     async def _submit(self, name: str, prompt: Prompt) -> dict[str, Any] | None:
         """Queue a prompt; return ComfyUI's reason where it refuses any part of it."""
@@ -165,19 +165,19 @@ class Comfy:
             if answer.content_type != "application/json":
                 message = f"ComfyUI failed when it checked the workflow ({answer.status}); its log says where."
                 return {"error": {"message": message}, "node_errors": {}}
-            told = await answer.json()
-        if answer.status == 200 and not told.get("node_errors"):
+            refusal = await answer.json()
+        if answer.status == 200 and not refusal.get("node_errors"):
             return None
-        error = told.get("error") or {"message": "ComfyUI refused a part of the workflow."}
-        return {"error": error, "node_errors": told.get("node_errors", {})}
+        error = refusal.get("error") or {"message": "ComfyUI refused a part of the workflow."}
+        return {"error": error, "node_errors": refusal.get("node_errors", {})}
 
     async def _end(self, name: str) -> Event:
         """Return how a prompt ended, with its pictures and its report."""
         entry = (await self._history(name))[name]
         if entry["status"]["status_str"] != "success":
-            told = dict(entry["status"]["messages"]).get("execution_error", {})
-            return {"event": "failed", "error": told.get("exception_message", "The prompt was interrupted.").strip(),
-                    "node": told.get("node_id"), "node_type": told.get("node_type")}  # fmt: skip
+            error = dict(entry["status"]["messages"]).get("execution_error", {})
+            return {"event": "failed", "error": error.get("exception_message", "The prompt was interrupted.").strip(),
+                    "node": error.get("node_id"), "node_type": error.get("node_type")}  # fmt: skip
         made, reports = [], []
         for node, output in entry["outputs"].items():
             reports += output.get("report", [])
@@ -195,7 +195,7 @@ class Comfy:
         return {"node": node, "name": file["filename"], "folder": file["subfolder"], "type": file["type"], "data": data}
 
     async def _clean(self, name: str, prompt: Prompt) -> None:
-        """Have a prompt end, whatever became of it, remove all that it left, and let the next one begin."""
+        """End a prompt in any state, remove its leftovers, and let the next prompt begin."""
         pause = 0.05
         try:
             while self.alive and await self._had(name):  # a node may run on for long
@@ -205,7 +205,7 @@ class Comfy:
                     self._savers.add(prompt[node]["class_type"])
             await self._tell("/history", {"delete": [name]})
         except (aiohttp.ClientError, OSError):
-            pass  # it does not answer, as the next prompt will see
+            pass  # no answer: the next prompt will see that
         finally:
             with contextlib.suppress(OSError):
                 await asyncio.to_thread(folders.empty, self.folder)
@@ -231,7 +231,7 @@ class Comfy:
 
 
 async def _to_its_end(work: Coroutine[Any, Any, T]) -> T:
-    """Return what work gives, once it has ended, also where whoever awaits it is cancelled meanwhile."""
+    """Return the result of work after its end, also if the awaiting task is cancelled meanwhile."""
     task, cancelled = asyncio.ensure_future(work), None
     while not task.done():
         try:
@@ -248,12 +248,12 @@ async def _progress(socket_: aiohttp.ClientWebSocketResponse, name: str) -> Asyn
     async for message in socket_:
         if message.type is not aiohttp.WSMsgType.TEXT:  # a preview
             continue
-        told = message.json()
-        data = told.get("data") or {}
+        event = message.json()
+        data = event.get("data") or {}
         if data.get("prompt_id") != name:
             continue
-        if told["type"] == "executing" and data["node"] is None:
+        if event["type"] == "executing" and data["node"] is None:
             return  # ComfyUI says it once the history has the prompt
-        if told["type"] == "progress":
+        if event["type"] == "progress":
             yield {"event": "progress", "node": data["node"], "value": data["value"], "max": data["max"]}
     raise ComfyLost("ComfyUI ended while it ran the prompt.")

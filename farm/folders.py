@@ -1,4 +1,4 @@
-"""Folders of workers, each locked for as long as its worker lives; those that killed workers left are removed."""
+"""Folders of workers, each locked while its worker lives; folders of killed workers are removed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from filelock import FileLock, Timeout
 LOCK, NOTE = ".lock", ".farm"
 """The note has the farm's name. It is written once the lock is held, so a folder with a note and no lock is left."""
 FILLED = ("output", "temp")
-"""Folders in a worker's that its ComfyUI fills: all in them belongs to the prompt that runs."""
+"""Folders that a worker's ComfyUI fills: all their files belong to the running prompt."""
 _KIND = re.compile(r" ?\[(input|output|temp)\]$")
 _LONGEST = 4096
 
@@ -32,17 +32,17 @@ def take(work: Path, farm: str) -> tuple[Path, FileLock]:
 
 
 def empty(folder: Path) -> None:
-    """Remove all that a prompt left in a worker's folder."""
+    """Remove a prompt's files from a worker's folder."""
     for name in FILLED:
         shutil.rmtree(folder / name, ignore_errors=True)
         (folder / name).mkdir(exist_ok=True)
 
 
 def check_paths(texts: Iterable[str], folder: Path, starts: Iterable[Path]) -> None:
-    """Look whether texts of a workflow, read as paths, leave what others have in the folder of all workers alone.
+    """Check that no text of a workflow, read as a path, leads to other workers' files.
 
     Args:
-        folder: that of the workflow's worker.
+        folder: the folder of the workflow's worker.
         starts: more folders that paths may start from.
 
     Raises:
@@ -51,7 +51,7 @@ def check_paths(texts: Iterable[str], folder: Path, starts: Iterable[Path]) -> N
     own = Path(os.path.realpath(folder))
     filled = [own / name for name in FILLED]
     for text in texts:
-        if len(text) > _LONGEST:  # no system has such paths
+        if len(text) > _LONGEST:  # longer than paths of any system
             continue
         for start in (*filled, *starts):
             with contextlib.suppress(UnicodeError):  # no path
@@ -62,13 +62,13 @@ def check_paths(texts: Iterable[str], folder: Path, starts: Iterable[Path]) -> N
 
 
 def remove_left(work: Path, farm: str) -> None:
-    """Remove the folders of dead workers; of those of this farm their logs stay until another one starts."""
+    """Remove the folders of dead workers; logs of this farm's workers stay until another worker starts."""
     for note in work.glob(f"*/{NOTE}"):
         lock = FileLock(note.with_name(LOCK))
         try:
             gone = map(note.with_name, FILLED) if note.read_text(encoding="utf-8") == farm else [note.parent]
             lock.acquire(timeout=0)
-        except (OSError, Timeout):  # it is being removed by another worker, or lives
+        except (OSError, Timeout):  # another worker removes it, or its worker lives
             continue
         for left in gone:
             shutil.rmtree(left, ignore_errors=True)

@@ -15,7 +15,7 @@ import sys
 import threading
 from collections.abc import Callable
 
-PATIENCE = 20.0
+END_SECONDS = 20.0
 _PARENT_DEATH_SIGNAL = 1  # prctl's name for it
 
 
@@ -27,7 +27,7 @@ def run(command: list[str]) -> int:
 
 
 def _bound_to_us() -> Callable[[], None] | None:
-    """Return what a new process does so that Linux kills it when we end, however; None elsewhere."""
+    """Return a function for a new process that makes Linux kill it when we end; None elsewhere."""
     if sys.platform != "linux":
         return None
     prctl, us = ctypes.CDLL(None).prctl, os.getpid()
@@ -45,7 +45,7 @@ def _end_with_input(process: subprocess.Popen[bytes]) -> None:
         pass
     process.terminate()
     try:
-        process.wait(PATIENCE)
+        process.wait(END_SECONDS)
     except subprocess.TimeoutExpired:
         process.kill()
 

@@ -1,4 +1,4 @@
-"""Pictures that a request brings for its workflow: read off it, given names by their content, and put into it."""
+"""Pictures of a request for its workflow: read from it, named by their content, and put into the workflow."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ Pictures = dict[str, bytes]
 """Name in the workflow -> the file's bytes."""
 KINDS = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff")
 FOLDER = "inputs"
-"""Below ComfyUI's temporary folder."""
+"""Folder below ComfyUI's temporary folder."""
 
 
 def read(carried: Any, prompt: Prompt) -> Pictures:
     """Return the pictures of a request, which has them in base64 by the names that its workflow uses.
 
     Raises:
-        ValueError: one is no picture's name, is not in base64, or is used nowhere; the text says which.
+        ValueError: an entry has no picture's name, is not in base64, or is not used; the text says which.
     """
     if carried is None:
         return {}
@@ -43,10 +43,10 @@ def read(carried: Any, prompt: Prompt) -> Pictures:
 
 
 def of_folder(prompt: Prompt, folder: Path) -> Pictures:
-    """Return those pictures of a folder, and of folders in it, that a workflow names.
+    """Return the pictures of a folder, and of folders in it, that a workflow names.
 
     Raises:
-        ValueError: one cannot be read.
+        ValueError: a picture cannot be read.
     """
     root, found = folder.resolve(), {}
     for _, _, value in inputs_of(prompt):
@@ -62,14 +62,14 @@ def of_folder(prompt: Prompt, folder: Path) -> Pictures:
 
 
 def for_request(pictures: Pictures) -> dict[str, str]:
-    """Return pictures as a request has them."""
+    """Return pictures in the form of a request."""
     return {name: base64.b64encode(data).decode() for name, data in pictures.items()}
 
 
 def put(prompt: Prompt, pictures: Pictures, temporary: Path) -> Prompt:
     """Write pictures below ComfyUI's temporary folder, and return a copy of the workflow that reads them there.
 
-    Their names are hashes of what they show: the same picture is the same to ComfyUI, which keeps what it made of it.
+    Their names are hashes of their contents, so ComfyUI recognises the same picture and reuses its cached results.
     """
     names = {}
     for name, data in pictures.items():

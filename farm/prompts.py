@@ -1,4 +1,4 @@
-"""API workflows as the farm sees them: their models, their seeds, and what the farm adds to them."""
+"""API workflows in the farm: their models, their seeds, and the farm's additions."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from typing import Any
 Prompt = dict[str, Any]
 REPORT = "farm_report"
 MARK = "farm_prompt"
-"""An input that no node has: with it, ComfyUI takes what it knows of the node for another's and runs it anew."""
+"""An input that no node has: with it, ComfyUI ignores the node's cached result and runs it anew."""
 _MODELS = (".safetensors", ".sft", ".ckpt", ".pt", ".pth", ".bin", ".gguf")
 _SEEDS = ("seed", "noise_seed")
 
 
 def is_prompt(data: Any) -> bool:
-    """Tell whether something is a workflow in API format."""
+    """Tell whether data is a workflow in API format."""
     return isinstance(data, Mapping) and bool(data) and all(
         isinstance(node, Mapping) and isinstance(node.get("class_type"), str) and isinstance(node.get("inputs"), dict)
         for node in data.values()
@@ -30,10 +30,10 @@ def models_key(prompt: Prompt) -> str:
 
 
 def with_seed(prompt: Prompt, seed: int) -> Prompt:
-    """Return a copy of a workflow in which every seed that is a number is this one.
+    """Return a copy of a workflow with all seeds that are numbers replaced.
 
     Raises:
-        ValueError: it has none.
+        ValueError: it has no such seed.
     """
     seeded, found = copy.deepcopy(prompt), False
     for inputs, name, value in inputs_of(seeded):
@@ -45,7 +45,7 @@ def with_seed(prompt: Prompt, seed: int) -> Prompt:
 
 
 def prepared(prompt: Prompt, mark: str, savers: Collection[str]) -> Prompt:
-    """Return a copy of a workflow that has a report, and whose nodes of some classes run though ComfyUI knows them.
+    """Return a copy of a workflow with a report, whose nodes of some classes run despite ComfyUI's cache.
 
     Args:
         mark: a text that no other prompt has.

@@ -1,4 +1,4 @@
-"""``python -m farm render``: one workflow, many seeds, a folder of pictures. What was interrupted goes on."""
+"""``python -m farm render``: one workflow, many seeds, a folder of pictures. An interrupted batch goes on."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from .prompts import Prompt, is_prompt, with_seed
 log = logging.getLogger("farm")
 
 WAIT = 3.0
-"""Seconds between two tries, where the farm does not answer or is busy."""
+"""Seconds between two tries while the farm does not answer or is busy."""
 _MOST_SEEDS = 100_000
 
 
@@ -76,7 +76,7 @@ class Batch:
         """Open a folder, or make it.
 
         Args:
-            pictures: those that go with each request.
+            pictures: pictures that go with each request.
 
         Raises:
             ValueError: the folder has pictures of another workflow.
@@ -106,7 +106,7 @@ class Batch:
 
 
 async def _render(batch: Batch, missing: list[int], arguments: argparse.Namespace, token: str) -> dict[int, str]:
-    """Render seeds, some at once; return why each that failed did."""
+    """Render seeds, some at once; return failed seed -> reason."""
     failures: dict[int, str] = {}
     headers = {"Authorization": f"Bearer {token}"}
     timeout = aiohttp.ClientTimeout(total=None)
@@ -136,10 +136,10 @@ async def _workers(farm: aiohttp.ClientSession) -> int:
 
 
 async def _done(farm: aiohttp.ClientSession, body: dict[str, Any], patience: float) -> dict[str, Any]:
-    """Return the ``done`` event of a request, tried again where the farm is away or busy, or its answer stops.
+    """Return the ``done`` event of a request, tried again while the farm is away or busy, or if its answer stops.
 
     Args:
-        patience: seconds from then on.
+        patience: seconds to try without an answer.
 
     Raises:
         NotRendered: the farm refused it, it failed, or the farm stayed away.

@@ -14,7 +14,7 @@ import threading
 from pathlib import Path
 
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # Ray else reports to its makers
-if not os.environ.get("RAY_ADDRESS"):  # Ray's own ports are on loopback, and ask for a token that nobody else has
+if not os.environ.get("RAY_ADDRESS"):  # Ray's own ports are on loopback, and need a token that nobody else has
     os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # makes loopback the node's address, on Linux too
     os.environ.setdefault("RAY_memory_monitor_refresh_ms", "0")  # it kills workers for memory that others took
     os.environ.setdefault("RAY_AUTH_MODE", "token")
@@ -33,7 +33,7 @@ STORE = 1 << 30
 
 
 def serve_farm(arguments: argparse.Namespace, token: str, comfyui_arguments: list[str]) -> int:
-    """Start a farm, and return when it was told to end and has ended."""
+    """Start a farm, and return after its end, which a signal requests."""
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     os.environ.pop(access.VARIABLE, None)  # no worker needs it
     # a cluster may have its port already, for others too
@@ -58,21 +58,21 @@ def serve_farm(arguments: argparse.Namespace, token: str, comfyui_arguments: lis
 
 
 def hold_port(host: str, port: int) -> list[socket.socket]:
-    """Take an address so that no other farm gets it, and Ray does; return what holds it until it is closed.
+    """Take an address so that no other farm gets it, and Ray does; return sockets that hold it until they are closed.
 
-    Ray by itself shares a port with whoever else of the same user listens there.
+    Ray by itself shares a port with other listeners of the same user.
 
     Raises:
-        ValueError: it is taken, or none of this machine's.
+        ValueError: it is taken, or not of this machine.
     """
     held = []
     try:
         for kind, _, _, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE):
             held.append(socket.socket(kind))
-            if not hasattr(socket, "SO_REUSEPORT"):  # as on Windows: a look must do
+            if not hasattr(socket, "SO_REUSEPORT"):  # as on Windows: a check must do
                 held.pop().bind(address)
                 continue
-            held[-1].setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # what a farm that ended left bars nobody
+            held[-1].setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # leftovers of an ended farm do not block it
             held[-1].bind(address)
             held[-1].setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)
             held[-1].setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
@@ -97,7 +97,7 @@ def _start_ray(arguments: argparse.Namespace) -> None:
 
 
 def _serve(arguments: argparse.Namespace, token: str, comfyui_arguments: list[str], end: threading.Event) -> str:
-    """Have workers start, and wait for the end; return what went wrong."""
+    """Start workers, and wait for the end; return the error."""
     gpus = 0 if arguments.cpu else 1
     workers = arguments.workers or int(ray.cluster_resources().get("GPU", 0) if gpus else 1)
     if not workers:
@@ -132,7 +132,7 @@ def _serve(arguments: argparse.Namespace, token: str, comfyui_arguments: list[st
 
 
 def _threads(workers: int) -> str:
-    """Return OMP_NUM_THREADS for so many workers with GPUs; without any, pictures shall be those of one ComfyUI."""
+    """Return OMP_NUM_THREADS for so many workers with GPUs; without GPUs, pictures equal a single ComfyUI's."""
     machines = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     cores = [int(one.get("CPU", 1)) for one in machines if one.get("GPU")]  # Ray heeds a container's limits
     return str(threads_each(cores, workers)) if workers else ""
@@ -150,6 +150,6 @@ def _run(farm: serve.Application, end: threading.Event, failures: list[str]) -> 
 
 
 def _reason() -> str:
-    """Return why the workers do not start, as their ComfyUI says it; else as Ray does."""
-    told = [one.message for app in serve.status().applications.values() for one in app.deployments.values()]
-    return "\n".join(told).rpartition("ComfyLost: ")[2].strip()
+    """Return why the workers do not start, in their ComfyUI's words, else in Ray's."""
+    messages = [one.message for app in serve.status().applications.values() for one in app.deployments.values()]
+    return "\n".join(messages).rpartition("ComfyLost: ")[2].strip()

@@ -1,4 +1,4 @@
-"""Settings of a farm, as its command line gives them and its workers get them."""
+"""Settings of a farm, from its command line to its workers."""
 
 from __future__ import annotations
 
@@ -35,6 +35,6 @@ def threads_each(cores: list[int], workers: int) -> int:
     """Return how many threads a worker takes, so that the workers of a machine share its cores.
 
     Args:
-        cores: those of each machine.
+        cores: number of cores of each machine.
     """
     return max(1, min(cores, default=1) // math.ceil(workers / max(1, len(cores))))

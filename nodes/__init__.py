@@ -32,7 +32,7 @@ class HybridTRT(ComfyExtension):
 
 
 def _in_short() -> str:
-    """Return this version, the device, the backend that ``auto`` takes on it, and those that do not run here."""
+    """Return this version, the device, its backend for ``auto``, and the backends that do not run here."""
     import torch
     from comfy import model_management
 
@@ -52,7 +52,7 @@ def _in_short() -> str:
 
 
 def nodes() -> list[type[io.ComfyNode]]:
-    """Return all nodes; where this ComfyUI lacks what every engine needs, those of the same names that run native."""
+    """Return all nodes; where this ComfyUI lacks what every engine needs, nodes of the same names that run native."""
     if works(Feature.ENGINES):
         try:
             from .accelerate import TRTAccelerate
@@ -67,7 +67,7 @@ def nodes() -> list[type[io.ComfyNode]]:
                 TRTAccelerate, TRTUNetEngine, TRTControlNetEngine, TRTVAEEngine, TRTApplyControlNet, TRTSamplerPatch,
                 TRTReport, TRTCompare, TRTStream, TRTFrame,
             ]
-        except (ImportError, AttributeError) as error:  # of what the table of internals does not name
+        except (ImportError, AttributeError) as error:  # of code that the table of internals does not name
             log.debug("Hybrid TRT: the nodes cannot be loaded", exc_info=True)
             switch_off(Feature.ENGINES, f"this ComfyUI is not as expected ({type(error).__name__}: {error})")
     from .native_only import NODES

@@ -48,15 +48,15 @@ class TRTApplyControlNet(io.ComfyNode):
 
 
 def _sorted(count: Any, given: dict[str, Any], arrived: dict[str, Any]) -> dict[str, Any]:
-    """The rows that ComfyUI handed on as they are in the prompt, because their number is not one of the texts it knows.
+    """The rows from the prompt's inputs, which ComfyUI leaves unsorted where it does not know their number's text.
 
     Args:
-        count: how many there are, as the prompt has it.
+        count: number of rows, as the prompt has it.
         given: the node's inputs in the prompt.
-        arrived: those of them that other nodes gave.
+        arrived: inputs whose values came from other nodes.
 
     Raises:
-        ValueError: nobody can tell how many rows are meant; the text is for the user.
+        ValueError: the number of rows is not clear; the text is for the user.
     """
     most = schemas.MAX_ROWS
     number = int(count) if isinstance(count, float) and count.is_integer() else count
@@ -74,7 +74,7 @@ def _stack(rows: dict[str, Any]) -> list[Row]:
     """The rows that act, in order.
 
     Raises:
-        ValueError: a row that can only be a mistake; the text is for the user.
+        ValueError: a row is surely a mistake; the text is for the user.
     """
     stack = []
     for n in range(1, int(rows["rows"]) + 1):
@@ -114,7 +114,7 @@ def _apply(
     vae: Any,
     copies: dict[tuple[int, ControlBase | None], ControlBase],
 ) -> Conditioning:
-    """Hang the stack onto every entry, as ComfyUI's own apply node does.
+    """Add the stack to every entry, as ComfyUI's own apply node does.
 
     ``copies`` makes positive and negative share their ControlNets, so that ComfyUI runs both in one batch.
     """

@@ -29,11 +29,11 @@ NO_BUILDS = "This ComfyUI cannot build it, the command line can; the log says wh
 
 _found: dict[Path, Engine] = {}  # the engines that nodes have found
 _losses = 0  # how many of them were gone afterwards
-_left_out = 0  # builds that were not ordered, as the prompt was one that warms
+_left_out = 0  # builds that were not ordered, because the prompt was for warming
 
 
 def meaning(when_missing: str, network: NativeNetwork, backend: str) -> str:
-    """Return what a node's choice means for a network: auto builds meanwhile where that disturbs nothing."""
+    """Return what a node's choice means for a network: auto builds in the background where that disturbs nothing."""
     if when_missing != AUTO:
         return when_missing
     try:
@@ -46,7 +46,7 @@ def meaning(when_missing: str, network: NativeNetwork, backend: str) -> str:
 
 
 def build_if_missing(handle: EngineHandle, when_missing: str) -> None:
-    """Order what a handle lacks, and wait for it when it is wanted now. A prompt that warms orders nothing."""
+    """Order a handle's missing builds, and wait for them with *build now*. A prompt for warming orders nothing."""
     global _left_out
     if not works(Feature.BUILDS):
         handle.note = NO_BUILDS
@@ -62,7 +62,7 @@ def build_if_missing(handle: EngineHandle, when_missing: str) -> None:
 
 
 def build_as_requested(handle: EngineHandle, again: bool) -> None:
-    """Order a handle's engine for a user who pressed the button: a failure before does not matter.
+    """Order a handle's engine for a user who pressed the button: earlier failures do not matter.
 
     Args:
         again: build it anew when it is there.
@@ -94,11 +94,11 @@ def _orders(handle: EngineHandle, again: bool = True) -> list[tuple[BuildOrder, 
 def generation(when_missing: str) -> str:
     """Return a text that changes when nodes that build have to run again.
 
-    It changes when a build in the background has ended, one that a prompt waits for was cancelled or left to another
-    machine, an engine that some node found is gone or damaged, a prompt that warmed left a build out, the prompt asks
-    for another picture, calls ran uncompiled, or it orders builds. It looks at a few files' sizes and reads nothing.
+    It changes when a build in the background has ended, a build with a waiting prompt was cancelled or left to another
+    machine, a known engine is gone or damaged, a prompt for warming left a build out, the prompt has other pictures,
+    calls ran uncompiled, or it orders builds. It looks at a few files' sizes and reads nothing.
 
-    It is the same for all nodes: ComfyUI gives a node's cached output to any other with the same inputs.
+    Do not make this depend on the node: ComfyUI caches outputs by inputs.
     """
     global _losses
     if when_missing == USE_NATIVE:
@@ -111,7 +111,7 @@ def generation(when_missing: str) -> str:
 
 
 def remember(handle: EngineHandle) -> None:
-    """Keep which engines a node has found."""
+    """Note the engines that a node has found."""
     if handle.session is not None:
         _found.update((engine.folder, engine) for engine in handle.session.engines)
 
@@ -137,7 +137,7 @@ def _build_now(order: BuildOrder, handle: EngineHandle) -> bool:
                 if (percent := round(100 * job.fraction)) != shown:
                     shown = percent
                     bar.update_absolute(percent)
-    finally:  # also when the user interrupts the prompt: others may want the job
+    finally:  # also when the user interrupts the prompt: other prompts may want the job
         builds.leave(job)
     if job.state is State.CANCELLED:
         handle.lacks_engine(Fallback(Reason.BUILD_FAILED, "the build was cancelled"))
@@ -151,7 +151,7 @@ def _build_now(order: BuildOrder, handle: EngineHandle) -> bool:
 def _build_in_background(order: BuildOrder, handle: EngineHandle) -> None:
     last = builds.latest(order, handle.library)
     if last is not None and last.state is State.FAILED and not last.elsewhere:
-        _tell_failure(last, handle)  # it would fail again, at every prompt; 'build now' tries anew
+        _tell_failure(last, handle)  # it would fail again at every prompt; 'build now' tries anew
     elif last is not None and last.state is State.CANCELLED and not last.attended:
         handle.note = "Its build was cancelled; 'build first' starts it again."
     else:

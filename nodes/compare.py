@@ -1,4 +1,4 @@
-"""TRT Compare: how far two pictures are from each other, in numbers and as a picture."""
+"""TRT Compare: the difference of two pictures, in numbers and as a picture."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ from comfy_api.latest import io, ui
 from . import schemas
 
 FACTORS = (1000, 500, 200, 100, 50, 20, 10, 5, 2, 1)
-"""Brightnesses that a difference may be shown with; the first that cuts no pixel off is taken."""
+"""Factors of brightness for showing a difference; the first that clips no pixel is taken."""
 HARDLY_SEEN, SEEN = 40.0, 30.0
-"""PSNR in dB from which on a difference is customarily called invisible, and below which it is another picture."""
+"""PSNR in dB above which a difference is customarily called invisible, and below which the pictures differ clearly."""
 PLAIN = 0.1
-"""A pixel that differs by so much can be seen, however few there are."""
+"""Difference of a pixel that can be seen, however few pixels have it."""
 SMALLEST = 11
-"""Least width and height that SSIM takes: that of its window."""
+"""Least width and height for SSIM: the size of its window."""
 INSTALL = "it needs torchmetrics (pip install torchmetrics, with the Python that runs ComfyUI)"
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """Difference between two batches of pictures; of several pictures the figures are those of the worst.
+    """Difference between two batches of pictures; for several pictures it has the worst picture's figures.
 
     Attributes:
         psnr: in dB; infinite where all values are the same, 0 where one is no number.
         ssim: 1 for the same picture, 0 where a value is no number; or why it was not computed.
         largest: largest difference of two values, 0 to 1.
-        broken: how many values of each batch are no numbers (NaN or infinite).
-        shown: what the difference was multiplied by in ``picture``.
+        broken: number of values in each batch that are NaN or infinite.
+        shown: the factor of the difference in ``picture``.
         picture: the absolute difference, 0 to 1; white where a value is no number.
     """
 
@@ -45,7 +45,7 @@ class Comparison:
 
     @property
     def tone(self) -> str:
-        """The colour in which the node tells it."""
+        """The colour of the result on the node."""
         return "bad" if any(self.broken) else "good" if self.is_hardly_seen else "warn"
 
     @property
@@ -54,7 +54,7 @@ class Comparison:
 
 
 class TRTCompare(io.ComfyNode):
-    """Two pictures -> what differs, as a picture, in words and in numbers."""
+    """Two pictures -> their difference, as a picture, in words and in numbers."""
 
     @classmethod
     def define_schema(cls) -> io.Schema:
@@ -74,7 +74,7 @@ def compare(normal: torch.Tensor, other: torch.Tensor, amplify: int = 0) -> Comp
     """Compare two batches of pictures, (B, H, W, C) of 0 to 1 each.
 
     Args:
-        amplify: what to multiply the difference picture by; 0 chooses.
+        amplify: factor of the difference picture; 0 chooses one.
 
     Raises:
         ValueError: they have not the same size; the text is for the user.
@@ -98,7 +98,7 @@ def compare(normal: torch.Tensor, other: torch.Tensor, amplify: int = 0) -> Comp
 
 
 def words(found: Comparison, count: int) -> str:
-    """Say it, the answer in the first line, see also ``in_one_line``; ``count``: of pictures in each batch."""
+    """Describe a comparison, the answer in the first line, see ``in_one_line``; ``count``: pictures in each batch."""
     if any(found.broken):
         normal, other = found.broken
         which = "both pictures" if normal and other else "the normal picture" if normal else "the accelerated picture"

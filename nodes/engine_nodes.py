@@ -14,7 +14,7 @@ from ..sampling.engine_status import status
 from ..sampling.native_controls import count_control_as_native
 from ..sampling.vae import native_vae, vae_with_engines
 from . import building, schemas
-from .engines import Place, build, controlnet_network, engine_choice, find, find_vae, for_its_pictures
+from .engines import NodeInput, build, controlnet_network, engine_choice, find, find_vae, for_its_pictures
 
 if TYPE_CHECKING:
     from comfy.controlnet import ControlBase
@@ -34,11 +34,11 @@ class TRTUNetEngine(io.ComfyNode):
 
     @classmethod
     def execute(cls, model: ModelPatcher, when_missing: str, **settings: int | str) -> io.NodeOutput:
-        place = Place(cls.hidden.dynprompt, cls.hidden.unique_id, "model")
-        network = NativeNetwork.of_model(model, place.label("UNet"))
-        place, settings = for_its_pictures(network, place, when_missing, settings)
-        handle = find(network, engine_choice(network, **settings), place)
-        build([handle], when_missing, place.order)
+        node_input = NodeInput(cls.hidden.dynprompt, cls.hidden.unique_id, "model")
+        network = NativeNetwork.of_model(model, node_input.label("UNet"))
+        node_input, settings = for_its_pictures(network, node_input, when_missing, settings)
+        handle = find(network, engine_choice(network, **settings), node_input)
+        build([handle], when_missing, node_input.order)
         return io.NodeOutput(handle, ui=ui.PreviewText(status(handle)))
 
 
@@ -55,14 +55,14 @@ class TRTControlNetEngine(io.ComfyNode):
 
     @classmethod
     def execute(cls, control_net: ControlBase, when_missing: str, **settings: int | str) -> io.NodeOutput:
-        place = Place(cls.hidden.dynprompt, cls.hidden.unique_id, "control_net")
-        network = controlnet_network(control_net, place)
+        node_input = NodeInput(cls.hidden.dynprompt, cls.hidden.unique_id, "control_net")
+        network = controlnet_network(control_net, node_input)
         if isinstance(network, Fallback):
-            counted = count_control_as_native(control_net, place.label("ControlNet"), place.node_id, network)
+            counted = count_control_as_native(control_net, node_input.label("ControlNet"), node_input.node_id, network)
             return io.NodeOutput(counted, ui=ui.PreviewText(network.sentence()))
-        place, settings = for_its_pictures(network, place, when_missing, settings)
-        handle = find(network, engine_choice(network, **settings), place)
-        build([handle], when_missing, place.order)
+        node_input, settings = for_its_pictures(network, node_input, when_missing, settings)
+        handle = find(network, engine_choice(network, **settings), node_input)
+        build([handle], when_missing, node_input.order)
         backed = back_with_engine(native_controlnet(control_net), handle)
         return io.NodeOutput(backed, ui=ui.PreviewText(status(handle)))
 
@@ -80,9 +80,9 @@ class TRTVAEEngine(io.ComfyNode):
 
     @classmethod
     def execute(cls, vae: VAE, when_missing: str, **settings: int | str) -> io.NodeOutput:
-        place = Place(cls.hidden.dynprompt, cls.hidden.unique_id, "vae")
+        node_input = NodeInput(cls.hidden.dynprompt, cls.hidden.unique_id, "vae")
         vae = native_vae(vae)
-        handles = find_vae(vae, place, settings, when_missing)
-        build(list(handles.values()), when_missing, place.order)
+        handles = find_vae(vae, node_input, settings, when_missing)
+        build(list(handles.values()), when_missing, node_input.order)
         text = "\n".join(f"{handle.network.label}: {status(handle)}" for handle in handles.values())
         return io.NodeOutput(vae_with_engines(vae, handles), ui=ui.PreviewText(text))

@@ -1,4 +1,4 @@
-"""Engines of the nodes: looked up, built where the user wants that, and told to the page."""
+"""Engines of the nodes: looked up, built where the user wants that, and reported to the page."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from ..page_api.workflow_graph import (
     ENCODE,
     BadPrompt,
     all_nodes,
-    alone,
     asked_pictures,
     drawn_id,
+    for_one_network,
     loras_before,
     model_name,
     node_key,
@@ -57,15 +57,15 @@ WITHOUT_ENGINE = {
 
 
 VAE_ROLES = {DECODE: (Role.VAE_DECODER, "VAE decode"), ENCODE: (Role.VAE_ENCODER, "VAE encode")}
-"""Name of a VAE's network -> its role, and the words for it."""
+"""Name of a VAE's network -> its role, and words for it."""
 
 
 @dataclass(frozen=True)
-class Place:
-    """One network of an engine node: the running prompt, the node's id, and the input that the network comes in by.
+class NodeInput:
+    """One network of an engine node: the running prompt, the node's id, and the input with the network.
 
     Attributes:
-        sizes: numbers in the place of those that were sent, see ``for_its_pictures``.
+        sizes: numbers that replace those of the prompt, see ``for_its_pictures``.
     """
 
     prompt: DynamicPrompt
@@ -79,13 +79,13 @@ class Place:
 
     @property
     def key(self) -> str:
-        """The key under which the page knows it: in a loop that of the node in the user's graph."""
+        """Its key on the page: in a loop the key of the node in the user's graph."""
         prompt, node_id = self.prompt, self.node_id
         original, drawn = prompt.get_original_prompt(), drawn_id(prompt, node_id)
         if drawn in original and original[drawn]["class_type"] == prompt.get_node(node_id)["class_type"]:
             prompt, node_id = DynamicPrompt(original), drawn
         try:
-            graph = alone(whole_prompt(prompt, node_id), node_id, self.input_name)
+            graph = for_one_network(whole_prompt(prompt, node_id), node_id, self.input_name)
             if self.sizes:
                 sent = graph[node_id]["inputs"]
                 inputs = {name: self.sizes.get(name, value) for name, value in sent.items()}
@@ -107,11 +107,11 @@ class Place:
 def engine_choice(
     network: NativeNetwork, precision: str, backend: str, weights: str = BUILT_IN, **sizes: int
 ) -> EngineChoice:
-    """Return the engine node's settings as a profile in latent elements, a precision, a backend and whose weights.
+    """Return the engine node's settings as a profile in latent elements, a precision, a backend and a kind of weights.
 
     Args:
         weights: ``"built in"`` or ``"replaceable"``.
-        sizes: those of ``RequestedSizes``; 0 is what fits the network's family.
+        sizes: fields of ``RequestedSizes``; 0 is the default of the network's family.
 
     Raises:
         ValueError: sizes in the wrong order; the text is for the user.
@@ -124,40 +124,40 @@ def engine_choice(
 
 
 def for_its_pictures(
-    network: NativeNetwork, place: Place, when_missing: str, settings: Mapping[str, Any]
-) -> tuple[Place, dict[str, Any]]:
-    """Return a node's place and settings, with Auto's numbers where it builds, and pictures need them.
+    network: NativeNetwork, node_input: NodeInput, when_missing: str, settings: Mapping[str, Any]
+) -> tuple[NodeInput, dict[str, Any]]:
+    """Return a node's input and settings, with Auto's numbers if it builds and pictures need them.
 
     The page sends zeros for Auto until it knows the model's family. Once the build has loaded the model, it sends
-    Auto's numbers. So the build is for these numbers, and the node is known by the keys of both.
+    Auto's numbers. So the build is for these numbers, and the node gets both keys.
     """
-    order, numbers = place.order, [name for name in SIZE_NAMES if name in settings]
+    order, numbers = node_input.order, [name for name in SIZE_NAMES if name in settings]
     meaning = building.meaning(when_missing, network, str(settings.get("backend", AUTO)))
     builds = order is not None or meaning != USE_NATIVE
     if not builds or any(settings[name] for name in numbers if name != "opt_size"):
-        return place, dict(settings)
-    graph = order.graph if order is not None else all_nodes(place.prompt)
-    pictures = asked_pictures(graph, drawn_id(place.prompt, place.node_id), "model")
+        return node_input, dict(settings)
+    graph = order.graph if order is not None else all_nodes(node_input.prompt)
+    pictures = asked_pictures(graph, drawn_id(node_input.prompt, node_input.node_id), "model")
     try:
         wanted = auto(pictures, network.architecture().sizes, 0) if pictures else {}
     except Unavailable:  # it gets no engine, and the handle says why
         wanted = {}
     sizes = {name: wanted[name] for name in numbers if name in wanted}
-    if not any(size for name, size in sizes.items() if name != "opt_size"):  # best at another size is no other engine
-        return place, dict(settings)
-    return replace(place, sizes=sizes), {**settings, **sizes}
+    if not any(size for name, size in sizes.items() if name != "opt_size"):  # another best size is no other engine
+        return node_input, dict(settings)
+    return replace(node_input, sizes=sizes), {**settings, **sizes}
 
 
-def find(network: NativeNetwork, choice: EngineChoice, place: Place) -> EngineHandle:
-    """Return the handle for a network's engine, which the page knows of from then on."""
-    key, order = place.key, place.order
-    drawn, name = drawn_id(place.prompt, place.node_id), place.input_name
+def find(network: NativeNetwork, choice: EngineChoice, node_input: NodeInput) -> EngineHandle:
+    """Return the handle for a network's engine, and register it with the page."""
+    key, order = node_input.key, node_input.order
+    drawn, name = drawn_id(node_input.prompt, node_input.node_id), node_input.input_name
     pictures = asked_pictures(order.graph, drawn, name) if order is not None else ()
-    pictures = pictures or asked_pictures(all_nodes(place.prompt), place.node_id, name)
-    choice = replace(choice, pictures=pictures, loras=loras_before(place.prompt, place.node_id, name))
-    handle = EngineHandle.look_up(network, choice, library(), place.node_id, key)
-    if place.sizes:
-        node_states.also(key, replace(place, sizes={}).key)
+    pictures = pictures or asked_pictures(all_nodes(node_input.prompt), node_input.node_id, name)
+    choice = replace(choice, pictures=pictures, loras=loras_before(node_input.prompt, node_input.node_id, name))
+    handle = EngineHandle.look_up(network, choice, library(), node_input.node_id, key)
+    if node_input.sizes:
+        node_states.alias(key, replace(node_input, sizes={}).key)
     node_states.learn(key, handle)
     return handle
 
@@ -165,8 +165,8 @@ def find(network: NativeNetwork, choice: EngineChoice, place: Place) -> EngineHa
 def build(handles: Sequence[EngineHandle], when_missing: str, order: Order | None) -> None:
     """Order or do the builds that a node's handles need, where the user wants that.
 
-    A press on Build builds again what is there only where nothing is missing. A build that fails is told on the node
-    and leaves native to serve.
+    A press on Build rebuilds engines only if no engine is missing. The node reports a build that fails,
+    and native serves.
     """
     again = order is not None and not order.missing_only
     if again and len(handles) > 1:
@@ -182,39 +182,39 @@ def build(handles: Sequence[EngineHandle], when_missing: str, order: Order | Non
         log.info("Hybrid TRT: %s: %s", handle.network.label, status(handle))
 
 
-def controlnet_network(control_net: ControlBase, place: Place) -> NativeNetwork | Fallback:
-    """Return the network of a CONTROL_NET, or why it can have no engine, which the page knows from then on."""
-    label = place.label("ControlNet")
+def controlnet_network(control_net: ControlBase, node_input: NodeInput) -> NativeNetwork | Fallback:
+    """Return the network of a CONTROL_NET, or why it can have no engine, which the page gets too."""
+    label = node_input.label("ControlNet")
     if type(control_net) is ControlNet:
         return NativeNetwork.of_controlnet(native_controlnet(control_net), label)
     kinds = [kind.__name__ for kind in type(control_net).__mro__]
     why = next((words for kind, words in WITHOUT_ENGINE.items() if kind in kinds), f"it is a {kinds[0]}")
     refusal = Fallback(Reason.UNSUPPORTED_MODEL, why, advice="nothing to do: it runs at normal speed")
-    node_states.refused(place.key, label, refusal)
-    _order_given(place.key)
+    node_states.refused(node_input.key, label, refusal)
+    _order_given(node_input.key)
     log.info("Hybrid TRT: %s: %s", label, refusal.sentence())
     return refusal
 
 
 def find_vae(
-    vae: VAE, place: Place, settings: Mapping[str, Any], when_missing: str | None = None
+    vae: VAE, node_input: NodeInput, settings: Mapping[str, Any], when_missing: str | None = None
 ) -> dict[Role, EngineHandle]:
-    """Return the handles for those networks of a native VAE that the graph calls behind a node.
+    """Return the handles for the networks of a native VAE that the graph calls behind a node.
 
     Args:
-        settings: those of the engine node; a VAE follows its sizes and its backend.
-        when_missing: that of a node whose sizes are for the VAE alone.
+        settings: the engine node's settings; a VAE follows its sizes and its backend.
+        when_missing: the choice of a node whose sizes are only for the VAE.
     """
-    order, given = place.order, {name: settings[name] for name in VAE_SETTINGS if name in settings}
-    drawn = drawn_id(place.prompt, place.node_id)
+    order, given = node_input.order, {name: settings[name] for name in VAE_SETTINGS if name in settings}
+    drawn = drawn_id(node_input.prompt, node_input.node_id)
     calls = vae_calls(order.graph, drawn) if order is not None and drawn in order.graph else None
     handles = {}
-    for name in calls or vae_calls(all_nodes(place.prompt), place.node_id):
+    for name in calls or vae_calls(all_nodes(node_input.prompt), node_input.node_id):
         role, words = VAE_ROLES[name]
-        network = NativeNetwork.of_vae(vae, role, f"{words}: {place.label('VAE')}")
+        network = NativeNetwork.of_vae(vae, role, f"{words}: {node_input.label('VAE')}")
         if when_missing is not None and not handles:
-            place, given = for_its_pictures(network, place, when_missing, given)
-        handles[role] = find(network, engine_choice(network, AUTO, **given), replace(place, input_name=name))
+            node_input, given = for_its_pictures(network, node_input, when_missing, given)
+        handles[role] = find(network, engine_choice(network, AUTO, **given), replace(node_input, input_name=name))
     return handles
 
 

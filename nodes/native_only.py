@@ -1,6 +1,6 @@
-"""Nodes for a ComfyUI that lacks what engines need: they hand on what they get, so native serves, and say so.
+"""Nodes for a ComfyUI without the features that engines need: they pass inputs on, so native serves, and say so.
 
-Nothing is imported here that such a ComfyUI may lack.
+This module imports nothing that such a ComfyUI may lack.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def passing_on(schema: Callable[[], io.Schema]) -> type[io.ComfyNode]:
 
 
 class TRTStream(io.ComfyNode):
-    """Frames -> no pictures, and why: it needs what this ComfyUI lacks."""
+    """Frames -> no pictures, and why: this ComfyUI lacks features that it needs."""
 
     @classmethod
     def define_schema(cls) -> io.Schema:

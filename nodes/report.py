@@ -28,11 +28,11 @@ from .compare import in_one_line
 log = logging.getLogger(__name__)
 
 PLOT = 2
-"""The number of that output."""
+"""The number of the plot's output."""
 
 
 class TRTReport(io.ComfyNode):
-    """Anything that comes after the sampler -> the same, and the counts of the sampling before it."""
+    """Any value after the sampler -> the same, and the counts of the sampling before it."""
 
     @classmethod
     def define_schema(cls) -> io.Schema:
@@ -63,8 +63,8 @@ class TRTReport(io.ComfyNode):
 def _rows_before(prompt: DynamicPrompt, node_id: str) -> tuple[list[CallStats], int]:
     """Return the stats of all sampling before a report, and the number of sampling nodes that other nodes made.
 
-    Those are no part of the user's graph. Inside a loop a report finds its own by its links; behind one by what they
-    are copies of.
+    Nodes of nodes are no part of the user's graph. Inside a loop a report finds its rows by links; behind a loop by
+    the nodes that were copied.
     """
     original, everything = prompt.get_original_prompt(), prompt_stats(executing().prompt_id)
     linked = set(upstream(prompt, node_id))
@@ -79,13 +79,13 @@ def _rows_before(prompt: DynamicPrompt, node_id: str) -> tuple[list[CallStats], 
 
 
 def report_json(rows: list[CallStats], streams: Sequence[FrameTimes] = ()) -> dict:
-    """The counts as data: the verdict, totals over the UNet's rows, a list of ControlNets and one of streams."""
+    """The counts as data: the verdict, totals over the UNet's rows, a list of ControlNets and a list of streams."""
     unets = [row.to_json() for row in rows if row.kind == "unet"]
-    told = verdict(rows)
+    summary = verdict(rows)
     return {
-        "networks": told.networks,
-        "on_engines": told.on_engines,
-        "missing": told.missing,
+        "networks": summary.networks,
+        "on_engines": summary.on_engines,
+        "missing": summary.missing,
         "unet": {
             "engine": sum(row["engine"] for row in unets),
             "native": sum(row["native"] for row in unets),
@@ -104,10 +104,10 @@ def _wants_times(prompt_id: str) -> bool:
 
 
 def _wants_plot(node_id: str) -> bool:
-    """Tell whether the plot of a report in a prompt that is being executed goes anywhere, or may."""
+    """Tell whether the plot of a report in the running prompt is connected, or may be."""
     node_id = drawn_id(get_progress_state().dynprompt, node_id)  # in a loop it is a copy
     nodes = next((nodes for nodes in _running().values() if node_id in nodes), None)
-    if nodes is None or nodes[node_id]["class_type"] != REPORT:  # a node that another one put there
+    if nodes is None or nodes[node_id]["class_type"] != REPORT:  # a node that another node made
         return True
     return any([node_id, PLOT] == value for node in nodes.values() for value in node["inputs"].values())
 
@@ -125,7 +125,7 @@ want_times(_wants_times)
 
 
 def _engine(value: Any) -> EngineHandle | None:
-    """The engine that an engine node gave, when the report stands right behind it."""
+    """The engine from an engine node, when the report is right behind that node."""
     if isinstance(value, EngineHandle):
         return value
     return getattr(getattr(value, "control_model", None), "handle", None)

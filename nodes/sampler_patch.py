@@ -42,7 +42,7 @@ class TRTSamplerPatch(io.ComfyNode):
     @classmethod
     def _without_engine(cls, model: ModelPatcher) -> io.NodeOutput:
         log.info("Hybrid TRT: %s", NOT_WIRED.sentence())
-        if not has_engine(model):  # of a sampler patch before this one
+        if not has_engine(model):  # from an earlier sampler patch
             node_id = cls.hidden.unique_id
             label = model_name(cls.hidden.dynprompt, node_id, "model", "UNet")
             model = count_as_native(model, label, node_id, NOT_WIRED)
@@ -50,7 +50,7 @@ class TRTSamplerPatch(io.ComfyNode):
 
 
 def _for_model(model: ModelPatcher, engine: EngineHandle) -> tuple[EngineHandle, Fallback | None]:
-    """Return the engine for this model, and why it must never serve it, if so."""
+    """Return the engine for this model, and the reason if it must never serve."""
     if engine.network.patcher.model is model.model:
         return engine, None
     network = NativeNetwork.of_model(model, engine.network.label)
@@ -58,23 +58,23 @@ def _for_model(model: ModelPatcher, engine: EngineHandle) -> tuple[EngineHandle,
         same = network.architecture() is engine.network.architecture()
     except Unavailable as unsupported:
         return engine, unsupported.fallback
-    # an engine that follows patches has no weights of its own: this model's serve as well
+    # an engine that follows patches has no weights of its own, so this model's weights will do
     if not same or not engine.follows_patches and network.weights_hash() != engine.network.weights_hash():
         return engine, Fallback(Reason.OTHER_MODEL, f"the engine is that of {engine.network.label}")
-    return _handle_of(network, engine), None  # other nodes may have changed this model's layers alone
+    return _handle_of(network, engine), None  # other nodes may have changed only this model's layers
 
 
 def _handle_of(network: NativeNetwork, engine: EngineHandle) -> EngineHandle:
-    """The handle of the same node for another network of its kind; what became of its build stays known."""
+    """The node's handle for another network of its kind; the result of its build stays known."""
     found = engine.like(network)
-    told = engine.fallback is not None and engine.fallback.reason in (Reason.BUILD_FAILED, Reason.BUILT_ELSEWHERE)
-    if told and found.session is None and found.fallback.reason is Reason.NO_ENGINE:
+    known = engine.fallback is not None and engine.fallback.reason in (Reason.BUILD_FAILED, Reason.BUILT_ELSEWHERE)
+    if known and found.session is None and found.fallback.reason is Reason.NO_ENGINE:
         found.lacks_engine(engine.fallback)
     return found
 
 
 def _patch_between(model: ModelPatcher, engine: EngineHandle) -> Fallback | None:
-    """Return what keeps an engine from serving while it has weights of its own, or at all; each call looks again."""
+    """Return why an engine with weights of its own, or any engine, must not serve a model; each call checks again."""
     if (fallback := engine.network.other_dtype(model)) is not None:
         return fallback
     theirs = engine.network.patcher

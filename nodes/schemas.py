@@ -1,4 +1,4 @@
-"""Schemas of the nodes: inputs, outputs and words. Needs nothing of ComfyUI but what nodes are defined with."""
+"""Schemas of the nodes: inputs, outputs and words. Of ComfyUI it needs only the API that defines nodes."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ UNetEngine = io.Custom("TRT_UNET_ENGINE")
 
 CATEGORY = "Hybrid TRT"
 SEARCHED_FOR = ["tensorrt", "speed", "speed up", "fast", "faster", "accelerate", "optimize", "compile", "engine"]
-"""Words that people search for who want a faster workflow: they find TRT Accelerate."""
+"""Search words of users who want a faster workflow: they find TRT Accelerate."""
 
 BUILT_IN, REPLACEABLE = "built in", "replaceable"
-"""Weights that an engine has: one model's with its LoRAs, or those of whatever is sampled."""
+"""Weights of an engine: a model's with its LoRAs, or the sampled model's."""
 
 
 def accelerate() -> io.Schema:
@@ -171,7 +171,7 @@ def report() -> io.Schema:
                 "time_calls",
                 display_name="measure times",
                 default=True,
-                optional=True,  # prompts of before there was this input stay valid
+                optional=True,  # prompts from before this input stay valid
                 tooltip="Measure how long each step takes. On a GPU two events per step do it, and nothing waits.",
             ),
             io.String.Input(
@@ -291,7 +291,7 @@ def _settings() -> list[io.Input]:
             tooltip="This model only, with the LoRAs before the node; or every model of this kind with any LoRA at any "
             "strength: then a change needs no build. The torch backend always is that way.",
             advanced=True,
-            optional=True,  # prompts that were saved before have none
+            optional=True,  # older saved prompts have none
         ),
     ]
 
@@ -302,7 +302,7 @@ def _size(name: str, title: str, tooltip: str) -> io.Input:
 
 
 def row_defaults(n: int) -> dict[str, float | None]:
-    """The inputs of a row of TRT Apply ControlNet, and what they are where nothing is given."""
+    """The inputs of a row of TRT Apply ControlNet, and their defaults."""
     return {one.id: getattr(one, "default", None) for one in _row_inputs(n)}
 
 

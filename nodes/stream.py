@@ -1,4 +1,4 @@
-"""TRT Stream: frame after frame inside one execution, so that nothing but the networks takes time."""
+"""TRT Stream: frame after frame inside one execution, so that only the networks take time."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from comfy.model_patcher import ModelPatcher
     from comfy.sd import CLIP, VAE
 
-TOLD_EVERY = 2.0
+REPORT_EVERY = 2.0
 """Seconds between two messages about progress: each takes the page and the server some time."""
 
 
@@ -40,7 +40,7 @@ class TRTStream(io.ComfyNode):
 
     @classmethod
     def fingerprint_inputs(cls, **given: Any) -> float:
-        """Run anew each time when live: nothing tells which frames will come. A wired input is there, as None."""
+        """Run anew each time when live: the frames are not known. A wired input is there, as None."""
         return 0.0 if "frames" in given else float("nan")
 
     @classmethod
@@ -74,7 +74,7 @@ class TRTStream(io.ComfyNode):
 
 
 class TRTFrame(io.ComfyNode):
-    """Nothing, or an example -> an image that stands for the frame of a stream."""
+    """Optional example -> an image that stands for the frame of a stream."""
 
     @classmethod
     def define_schema(cls) -> io.Schema:
@@ -86,7 +86,7 @@ class TRTFrame(io.ComfyNode):
 
 
 def _drawn() -> torch.Tensor:
-    """Return a picture for nodes that run before there is a frame: (1, 512, 512, 3), a gradient in each direction."""
+    """Return a picture for nodes that run before the first frame: (1, 512, 512, 3), a gradient in each direction."""
     line = torch.linspace(0.0, 1.0, 512)
     return torch.stack(torch.broadcast_tensors(line[:, None], line, line.flip(0)), dim=-1)[None].clone()
 
@@ -97,7 +97,7 @@ def _key(link: Link) -> str:
 
 
 def _again_with(values: dict[str, Link], node: dict[str, Any]) -> io.NodeOutput:
-    """Have ComfyUI run this node once more, and hand it these values too: it hands out values of inputs alone."""
+    """Have ComfyUI run this node again with these values as inputs: it gives a node only its inputs' values."""
     graph = GraphBuilder()
     again = graph.node(node["class_type"], **node["inputs"], **{key: list(link) for key, link in values.items()})
     return io.NodeOutput(again.out(0), expand=graph.finalize())
@@ -134,14 +134,14 @@ def _check_counts(stream: Stream, frames: int) -> None:
 
 
 def _progress(frames: int) -> Callable[[int], None]:
-    """Return a function that tells ComfyUI how many frames are done, now and then."""
-    bar, told = ProgressBar(frames), 0.0
+    """Return a function that reports the number of finished frames to ComfyUI, now and then."""
+    bar, reported = ProgressBar(frames), 0.0
 
     def tell(done: int) -> None:
-        nonlocal told
+        nonlocal reported
         now = time.monotonic()
-        if done == frames or now - told >= TOLD_EVERY:
-            told = now
+        if done == frames or now - reported >= REPORT_EVERY:
+            reported = now
             bar.update_absolute(done, frames)
 
     return tell

@@ -16,7 +16,7 @@ from comfy_execution.graph import DynamicPrompt
 from server import PromptServer
 
 from ..comfy_model.comfyui_internals import Feature, works
-from .workflow_graph import BadPrompt, alone, network_inputs, node_key, picture_of, upstream
+from .workflow_graph import BadPrompt, for_one_network, network_inputs, node_key, picture_of, upstream
 
 ORDER = "hybrid_trt_build"
 """Key of the order in ``extra_data``: ``{"nodes": [ids], "missing_only": bool, "graph": API prompt}``.
@@ -25,7 +25,7 @@ ORDER = "hybrid_trt_build"
 """
 
 WARM = "hybrid_trt_warm"
-"""Key in ``extra_data`` of a prompt that warms: it opens engines and builds none."""
+"""Key in ``extra_data`` of a prompt for warming: it opens engines and builds none."""
 
 
 @dataclass(frozen=True)
@@ -59,15 +59,15 @@ def order_of(prompt_id: str) -> Order | None:
 
 
 def warms(prompt_id: str) -> bool:
-    """Tell whether a running prompt is one that warms."""
+    """Tell whether a running prompt is for warming."""
     running, _ = queued()
     return any(item.prompt_id == prompt_id and isinstance(item.extra, Mapping) and item.extra.get(WARM) is True
                for item in running)  # fmt: skip
 
 
-@lru_cache(maxsize=100)  # ComfyUI copies what its history has of a prompt for each look
+@lru_cache(maxsize=100)  # each look makes ComfyUI copy a prompt's history
 def workflow_of(prompt_id: str) -> str:
-    """Return the id of the workflow that the page made a prompt of, which runs or has run; ``""`` where it has none."""
+    """Return the id of the workflow of a prompt that runs or has run; ``""`` where it has none."""
     running, _ = queued()
     extra: Any = next((item.extra for item in running if item.prompt_id == prompt_id), None)
     server = getattr(PromptServer, "instance", None)
@@ -80,7 +80,7 @@ def workflow_of(prompt_id: str) -> str:
 
 
 def running_orders() -> str:
-    """Return the ids of the running prompts that carry an order: what ComfyUI must not answer from its cache."""
+    """Return the ids of the running prompts that carry an order: ComfyUI must not answer these from its cache."""
     running, _ = queued()
     return " ".join(sorted(item.prompt_id for item in running if _read(item.extra)))
 
@@ -93,19 +93,19 @@ def running_pictures() -> str:
 
 
 class PendingOrders:
-    """Hold what the prompts that wait or run have yet to order; each is read once. Safe to use from any thread."""
+    """Builds that queued prompts have yet to order; each prompt is read once. Safe to use from any thread."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._keys: dict[str, set[str]] = {}  # prompt id -> keys; empty for a prompt that orders nothing
 
     def by_prompt(self) -> dict[str, list[str]]:
-        """Return prompt id -> the keys of the engine nodes whose builds it has yet to order."""
+        """Return prompt id -> the keys of the engine nodes whose builds the prompt has yet to order."""
         with self._lock:
             return {item.prompt_id: sorted(keys) for item in self._in_queue() if (keys := self._keys_of(item))}
 
     def given(self, prompt_id: str, key: str) -> None:
-        """Note that a running prompt has ordered a node's build, or that the node can have none. Reads no other."""
+        """Note that a running prompt has ordered a node's build, or that it can have none. Reads no other prompt."""
         with self._lock:
             for item in self._in_queue():
                 if item.prompt_id == prompt_id:
@@ -163,6 +163,6 @@ def _ordered(item: Queued) -> set[str]:
     runs = {node for output in item.outputs for node in upstream(graph, output)}
     for node in order.nodes & runs:
         for name in network_inputs(order.graph if node in order.graph else item.prompt, node):
-            with contextlib.suppress(BadPrompt):  # nobody can ask for it by a key
-                keys.add(node_key(alone(item.prompt, node, name), node))
+            with contextlib.suppress(BadPrompt):  # a node without a key has no state
+                keys.add(node_key(for_one_network(item.prompt, node, name), node))
     return keys

@@ -14,16 +14,16 @@ from server import PromptServer
 from ..engine_builder.jobs import Job
 from ..node_names import ENGINE_NODES
 from ..saved_workflows.accelerate import accelerate, remove
-from ..saved_workflows.graph import Workflow, WorkflowError, change, damage_told
+from ..saved_workflows.graph import Workflow, WorkflowError, as_workflow_error, change
 from . import library_routes
 from .builds import builds, node_states, pending_orders
 from .http import PREFIX, Refused, answer, changes, read_json, reads, strict_json
-from .outlook import wish_of
+from .outlook import request_of
 from .read_graph import class_of
 from .workflow_graph import (
     BadPrompt,
-    alone,
     called_with,
+    for_one_network,
     network_inputs,
     node_key,
     pictures_of,
@@ -33,7 +33,7 @@ from .workflow_graph import (
 
 MAX_NODES = 500
 MAX_WORKFLOW = 32 << 20
-"""Notes and other packs' nodes may hold pictures."""
+"""Most bytes of a workflow: notes and other packs' nodes may hold pictures."""
 
 
 def register() -> None:
@@ -64,7 +64,7 @@ async def _show(request: web.Request) -> web.Response:
 
 @changes
 async def _clear(_request: web.Request) -> web.Response:
-    """List no build any more that has ended; nodes go on telling how theirs did."""
+    """Remove ended builds from the list; nodes still report the results of theirs."""
     cleared = builds.clear_ended()
     library_routes.tell()
     return answer({"cleared": cleared})
@@ -81,8 +81,8 @@ async def _nodes(request: web.Request) -> web.Response:
     """The state of engine nodes: {"prompt": API prompt of the whole graph, "nodes": ids} -> {"nodes": {id: state},
     "orders": {prompt id: keys of the nodes whose builds it has yet to order}}.
 
-    A node of a subgraph that is used several times has a list of ids in the place of one. With "workflow", its id, the
-    last runs of other workflows are not told.
+    A node of a subgraph that is used several times has a list of ids in place of an id. With "workflow", an id, the
+    last runs of other workflows are left out.
     """
     data = await read_json(request)
     prompt, nodes = data.get("prompt"), data.get("nodes")
@@ -93,7 +93,7 @@ async def _nodes(request: web.Request) -> web.Response:
 
 
 def _answer(prompt: dict, nodes: list[list], workflow: str) -> dict[str, dict]:
-    orders = pending_orders.by_prompt()  # first: an order that is given meanwhile shows as its job
+    orders = pending_orders.by_prompt()  # first: an order that starts meanwhile shows as its job
     return {"nodes": states(prompt, nodes, workflow), "orders": orders}
 
 
@@ -102,7 +102,7 @@ def states(prompt: Mapping[str, Any], nodes: list[list], workflow: str = "") -> 
     for node in chain(*nodes):
         if not isinstance(node, str) or class_of(prompt, node) not in ENGINE_NODES:
             raise Refused(400, f"{str(node)[:80]!r} is no engine node of the prompt; nothing was done.")
-    told, readers = {}, readers_of(prompt)
+    found, readers = {}, readers_of(prompt)
     for uses in nodes:
         samplers = {node: tuple(samplers_of(prompt, node, readers)) for node in uses}
         every = tuple(dict.fromkeys(chain(*samplers.values())))
@@ -117,21 +117,21 @@ def states(prompt: Mapping[str, Any], nodes: list[list], workflow: str = "") -> 
                 )
             except BadPrompt as error:
                 raise Refused(400, f"No state can be told: {error}.") from None
-            told[node] = {**first, **({"others": others} if others else {})}
-    return told
+            found[node] = {**first, **({"others": others} if others else {})}
+    return found
 
 
 def _state(prompt: Mapping[str, Any], node: str, input_name: str, asked: Mapping[str, Any]) -> dict:
     """Return the state of a node for the network of one input; ``asked``: fields of ``NodeRequest`` about the graph."""
-    prompt = alone(prompt, node, input_name)
-    key = node_key(prompt, node)  # first: it refuses what no node is
-    return {**node_states.state(key, replace(wish_of(prompt, node), **asked)), "input": input_name}
+    prompt = for_one_network(prompt, node, input_name)
+    key = node_key(prompt, node)  # first: it raises for malformed nodes
+    return {**node_states.state(key, replace(request_of(prompt, node), **asked)), "input": input_name}
 
 
 @reads
 async def _accelerate(request: web.Request) -> web.Response:
-    """Acceleration of a workflow: {"workflow": saved one, "what": "add" or "remove"} -> {"workflow": the changed one,
-    "count": of nodes, "added": their ids, "left": what was left alone}. Nothing is changed on the server.
+    """Acceleration of a workflow: {"workflow": saved, "what": "add" or "remove"} -> {"workflow": changed,
+    "count": of nodes, "added": their ids, "left": a sentence on parts left alone}. The server keeps nothing.
     """
     data = await read_json(request, MAX_WORKFLOW)
     workflow, what = data.get("workflow"), data.get("what")
@@ -145,7 +145,7 @@ async def _accelerate(request: web.Request) -> web.Response:
 
 
 def _changed(workflow: dict[str, Any], what: str) -> str:
-    with damage_told():  # its numbers may be none of JSON in the end
+    with as_workflow_error():  # it may have numbers that JSON has not
         nodes = change(workflow, accelerate if what == "add" else remove)
         added = [node["id"] for node in nodes] if what == "add" else []
         left = change(workflow, Workflow.left_alone)

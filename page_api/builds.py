@@ -1,4 +1,4 @@
-"""The builds of this ComfyUI: one queue, the states of the nodes that order them, and what the page is told of both."""
+"""The builds of this ComfyUI: one queue, the states of the nodes that order them, and messages to the page on both."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Builds of all engines that a graph needs, in this process and without a page: as after a press on *Build all*."""
+"""Builds of all engines that a graph needs, in this process and without a page, as *Build all* does."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ _REPORT_ID = "hybrid_trt_build"
 
 
 def build_graph(prompt: Mapping[str, Any], tell: Callable[[str, float], None]) -> dict[str, dict]:
-    """Build what the engine nodes of a graph lack, and return their states by id.
+    """Build the missing engines of a graph's nodes, and return the nodes' states by id.
 
-    Nodes that leave their sizes to Auto get those of the graph's pictures, as in the page. These depend on the model,
+    Nodes that leave their sizes to Auto get sizes from the graph's pictures, as in the page. These depend on the model,
     so all nodes run once before.
 
     Args:
         prompt: the whole graph as API prompt.
-        tell: is given the phase and the fraction done of the build that runs.
+        tell: called with the phase and the fraction done of the current build.
 
     Raises:
         ValueError: the graph cannot run; the text says which node and why.
@@ -60,7 +60,7 @@ def _with(prompt: Mapping[str, Any], nodes: list[str], inputs: Mapping[str, Any]
 
 
 def _run(executor: PromptExecutor, prompt: dict[str, Any]) -> None:
-    """Run the engine nodes of a prompt, and what they depend on, alone."""
+    """Run only the engine nodes of a prompt, and the nodes that they depend on."""
     engines = [node for node, entry in prompt.items() if entry["class_type"] in ENGINE_NODES]
     reports = {f"{_REPORT_ID}_{node}": {"class_type": REPORT, "inputs": {"after": [node, 0]}} for node in engines}
     prompt, prompt_id = {**prompt, **reports}, uuid.uuid4().hex

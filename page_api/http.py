@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 
 PREFIX = "/hybrid_trt"
 HEADER = "X-Hybrid-TRT"
-"""Requests that change something carry it: no form or link of another site can, and scripts there are refused."""
+"""Header of requests that change something: forms and links of other sites cannot, and scripts there may not."""
 MAX_JSON = 2 << 20
 _HOME_NETWORKS = (".localhost", ".local", ".lan", ".home.arpa", ".internal")
 
@@ -28,7 +28,7 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class Refused(Exception):
-    """A request that gets no answer but a sentence."""
+    """A request that is refused with a sentence."""
 
     def __init__(self, status: int, text: str):
         super().__init__(text)
@@ -57,7 +57,7 @@ def reads(handler: Handler) -> Handler:
 
 
 def check_plain(request: web.Request) -> None:
-    """Refuse a body that is packed: aiohttp waits for ever for the end of one that is cut off or packed otherwise.
+    """Refuse a compressed body: aiohttp waits for ever for the end of a truncated or mislabelled one.
 
     Raises:
         Refused: 415.
@@ -77,7 +77,7 @@ def changes(handler: Handler) -> Handler:
 
 
 def check_same_site(request: web.Request) -> None:
-    """Refuse what a page of another site sends in the user's browser, and what has not our header.
+    """Refuse requests from pages of other sites in the user's browser, and requests without our header.
 
     Raises:
         Refused: 403.
@@ -88,7 +88,7 @@ def check_same_site(request: web.Request) -> None:
 
 
 def check_origin(request: web.Request) -> None:
-    """Refuse what a page of another site sends in the user's browser; for requests that have no headers of ours.
+    """Refuse requests from pages of other sites in the user's browser; for requests that cannot have our header.
 
     Raises:
         Refused: 403.
@@ -113,10 +113,10 @@ def _same_host(origin: str, host: str) -> bool:
 
 
 def _may_be_rebound(request: web.Request, origin: str, host: str) -> bool:
-    """Tell whether a stranger's name may lead here: let it point to this computer, and its page counts as ours.
+    """Tell whether an attacker's domain may point here (DNS rebinding): its page would count as ours.
 
-    Nobody owns addresses, single words and names of home networks. Behind https is a certificate, which he lacks, and
-    a browser tells no server an ``Origin`` that is not true. Programs tell none.
+    Nobody owns addresses, single words and names of home networks. For https an attacker lacks the certificate, and
+    browsers send no false ``Origin``. Programs send none.
     """
     try:
         name = (urlsplit(f"//{host}").hostname or "").rstrip(".")
@@ -152,7 +152,7 @@ async def read_json(request: web.Request, limit: int = MAX_JSON) -> dict[str, An
                 body += chunk
                 if len(body) > limit:
                     break
-        except (BadHttpMessage, ClientError, web.RequestPayloadError):  # cut off, or packed otherwise than it says
+        except (BadHttpMessage, ClientError, web.RequestPayloadError):  # truncated, or with a wrong encoding
             raise Refused(400, "The request's body cannot be read, so nothing was done.") from None
     if len(body) > limit or (request.content_length or 0) > limit:
         raise Refused(413, f"The request is larger than {limit >> 20} MB, so it was not read.")
@@ -174,14 +174,14 @@ def strict_json(data: Any) -> str:
     """Return data as JSON.
 
     Raises:
-        ValueError: it has a number that JSON has not.
+        ValueError: it has NaN or an infinite number.
     """
     return json.dumps(data, allow_nan=False)
 
 
 def _error(status: int, text: str) -> web.Response:
     refusal = answer({"error": text}, status)
-    if status in (413, 415):  # its body was not read, and would be taken for the next request
+    if status in (413, 415):  # its unread body would be taken for the next request
         refusal.force_close()
     return refusal
 

@@ -12,7 +12,7 @@ from ..engine_library import Library
 
 FOLDER_KEY = "trt_engines"
 
-# after those of extra_model_paths.yaml: builds go to the first one, and the engines of all are found
+# after the folders of extra_model_paths.yaml: builds go to the first folder, and engines of all are found
 folder_paths.add_model_folder_path(FOLDER_KEY, str(Path(folder_paths.models_dir) / FOLDER_KEY))
 
 

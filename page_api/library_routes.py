@@ -27,7 +27,7 @@ EVENT = "hybrid_trt.library"
 MAX_BODY = 1 << 20
 
 _writing = threading.Lock()
-"""Two tabs may change a setting each at the same moment: none is lost."""
+"""Keeps both changes when two tabs change a setting each at the same moment."""
 
 
 def register(routes: web.RouteTableDef) -> None:
@@ -55,8 +55,8 @@ async def _list(_request: web.Request) -> web.Response:
 @changes
 async def _verify(request: web.Request) -> web.Response:
     """Read and hash all files of an engine."""
-    flaw = await asyncio.to_thread(inventory.verify, await _entry(request))
-    return answer({"ok": flaw is None, "text": "" if flaw is None else str(flaw)})
+    fault = await asyncio.to_thread(inventory.verify, await _entry(request))
+    return answer({"ok": fault is None, "text": "" if fault is None else str(fault)})
 
 
 @changes
@@ -92,7 +92,7 @@ def _entry_json(entry: inventory.Entry) -> dict:
 
 
 def _is_outdated(manifest: Manifest) -> bool:
-    """Tell whether an earlier version of its backend, or of ours, has made an engine for this GPU, and none uses it."""
+    """Tell whether an engine for this GPU is of an earlier version of its backend, or of the pack, and so unused."""
     identity, device = manifest.identity, model_management.get_torch_device()
     backend = backends().get(identity.backend)
     if backend is None or backend.cannot_run(device) is not None or identity.device != backend.target(device):

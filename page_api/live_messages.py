@@ -1,4 +1,4 @@
-"""Messages of a live client: its first one, and changes of settings. What is wrong with one is a sentence."""
+"""Messages of a live client: its first one, and changes of settings. Errors in them are sentences."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ..streaming.pictures import FORMATS
 MAX_TEXT = 64 << 10
 MAX_PROMPT = 10_000
 _UNSHOWN = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f\ud800-\udfff]")
-"""Characters that no prompt has; ends of lines it may have."""
+"""Characters that prompts may not have; line ends are allowed."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ def read_hello(text: str) -> Hello:
     """Read the first message: {"token": ..., "format": "jpeg", "png" or "raw"}.
 
     Raises:
-        MalformedInput: it is another one.
+        MalformedInput: it is another message.
     """
     data = schema.mapping(_loads(text), "the first message", ("token",), ("format",))
     kind = schema.one_of(data.get("format", "jpeg"), "format", FORMATS)
@@ -39,7 +39,7 @@ def read_hello(text: str) -> Hello:
 
 
 def read_message(text: str, now: Changes) -> Changes | None:
-    """Read a later message: settings by name, or {"stop": true}, which is None. ``now`` has all that may be changed.
+    """Read a later message: settings by name, or {"stop": true}, which is None. ``now`` has the present settings.
 
     Raises:
         MalformedInput: a value is wrong, or its setting cannot be changed here.

@@ -29,13 +29,13 @@ EVENT = "hybrid_trt.live"
 """Tells every page that a node's live session has opened or ended."""
 FIRST_MESSAGE_WITHIN = 10.0
 MAX_FIRST = 64 << 10
-"""Bytes after which nothing more is read of a client that has shown no token."""
+"""Most bytes that are read of a client that has shown no token."""
 HEARTBEAT = 20.0
-"""Seconds between two pings: a client that answers none is gone."""
+"""Seconds between two pings: a client that does not answer is gone."""
 SEND_WITHIN = 10.0
-"""Seconds for one message: a client that takes none for so long is gone."""
+"""Seconds for sending a message: a client that takes longer is gone."""
 ENDED, REFUSED = 1000, 1008
-"""Codes that a WebSocket is closed with."""
+"""Codes for closing a WebSocket."""
 NO_STREAM = "No TRT Stream runs live now; connect no frames to the node and run the workflow."
 
 
@@ -50,7 +50,7 @@ def register() -> None:
 
 @changes
 async def _token(_request: web.Request) -> web.Response:
-    """Tell the token of the stream that runs. It changes nothing, yet only ComfyUI's own page may know."""
+    """Send the token of the running stream. It changes nothing, yet only ComfyUI's own page may read it."""
     session = next(iter(live.sessions()), None)
     if session is None:
         raise Refused(409, NO_STREAM)
@@ -79,7 +79,7 @@ async def _connect(request: web.Request) -> web.StreamResponse:
     finally:
         session.leave(connection.client)
         if not socket.closed and request.transport is not None:
-            request.transport.abort()  # a client that takes nothing does not take a farewell either
+            request.transport.abort()  # a client that takes no messages takes no goodbye either
     return socket
 
 
@@ -136,7 +136,7 @@ async def _goodbye(socket: web.WebSocketResponse, text: str, code: int) -> None:
 
 
 class Connection:
-    """A client at its WebSocket: frames come in, pictures go out, and one of each waits at most."""
+    """A client at its WebSocket: frames come in, pictures go out, and at most one of each waits."""
 
     def __init__(self, socket: web.WebSocketResponse, session: LiveSession, hello: Hello):
         self.socket, self.session, self.format = socket, session, hello.format
@@ -181,7 +181,7 @@ class Connection:
         await self._tell({"changed": given(wanted)})
 
     async def _unpack(self) -> None:
-        """Hand on the newest frame; those that come while one is unpacked replace each other."""
+        """Hand on the newest frame; frames that come while another is unpacked replace each other."""
         while True:
             await self._frame_came.wait()
             self._frame_came.clear()
@@ -199,7 +199,7 @@ class Connection:
             if why := self.client.refused:
                 self.client.refused = ""
                 await self._tell({"error": why})
-            ended = self.client.ended  # read before the picture is taken, which is the last one then
+            ended = self.client.ended  # read before the picture is taken, which then is the last picture
             if (taken := self.session.take(self.client)) is not None:
                 number, picture = taken
                 data = await asyncio.to_thread(pictures.write, picture, self.format)

@@ -1,4 +1,4 @@
-"""Records of what engine nodes want, kept in the library's folder so that a restart forgets nothing."""
+"""Records of engine nodes' requests, kept in the library's folder so that they outlast a restart."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ FILE_NAME = ".engine_nodes.json"
 
 @dataclass(frozen=True)
 class NodeRecord:
-    """Record of an engine node's wants, as learnt when it ran. ``weights`` is ``""`` until somebody had to hash them;
-    ``without_engine`` says what serves besides native while there is none."""
+    """Record of an engine node's request, as learnt when it ran. ``weights`` is ``""`` until they are hashed;
+    ``without_engine`` says what serves besides native while there is no engine."""
 
     label: str
     architecture: str
@@ -46,7 +46,7 @@ _TEXTS = _KEPT - {"profile", "refusal", "source", "parameters"}
 
 
 def read_records(path: Path) -> OrderedDict[str, NodeRecord]:
-    """Return what was kept; malformed entries, which somebody else wrote, are left out."""
+    """Return the kept records; malformed entries, which somebody else wrote, are left out."""
     known: OrderedDict[str, NodeRecord] = OrderedDict()
     try:
         data = read_json(path, NOTES)

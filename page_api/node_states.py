@@ -1,7 +1,7 @@
-"""States of engine nodes for the page: is there an engine, is one being built, what ran in the last run.
+"""States of engine nodes for the page: whether it has an engine, a running build, and the results of its last run.
 
-A node is known by its key, see ``node_key``. What was learnt when it ran (which weights its model has) is kept in the
-library's folder, so that the page gets the truth after a restart too, without a model being loaded.
+A node is known by its key, see ``node_key``. Facts from its run (its model's weights) are kept in the
+library's folder, so that the page gets the right state after a restart too, without loading a model.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from .outlook import NodeRequest, builds_by_itself, parameters_of, refused_by_fi
 
 MAX_NODES = 500
 MOST_SPEED = 1e6
-"""Times as fast as native: what is more comes of figures that nobody measured."""
+"""Most times as fast as native: larger values come from forged figures."""
 
 
 class NodeStates:
@@ -47,11 +47,11 @@ class NodeStates:
         self._lock = threading.Lock()
         self._path = library.roots[0] / FILE_NAME
         self._known: OrderedDict[str, NodeRecord] = read_records(self._path)
-        self._sent: OrderedDict[str, str] = OrderedDict()  # node key -> the one that the page sent it by
-        self._jobs: dict[str, list[str]] = {}  # node key -> its last job, after those that it waits for besides
+        self._sent: OrderedDict[str, str] = OrderedDict()  # node key -> the key that the page sent
+        self._jobs: dict[str, list[str]] = {}  # node key -> other jobs that it waits for, then its last job
 
     def learn(self, key: str, handle: EngineHandle) -> None:
-        """Remember what a node that has just run wants."""
+        """Remember the request of a node that has just run."""
         network = handle.network
         try:
             architecture = network.architecture().name
@@ -78,15 +78,15 @@ class NodeStates:
         for one in self.keys_like(key):
             self._keep(one, record)
 
-    def also(self, key: str, sent: str) -> None:
-        """Know a node by two keys: that of the numbers that Auto follows with, and that of those that were sent."""
+    def alias(self, key: str, sent: str) -> None:
+        """Register a second key: Auto replaced the sizes after the page had sent the first."""
         with self._lock:
             self._sent[key] = sent
             while len(self._sent) > MAX_NODES:
                 self._sent.popitem(last=False)
 
     def keys_like(self, key: str) -> list[str]:
-        """Return a node's key, and with it the one that the page sent it by, if that is another one."""
+        """Return the node's key and its alias, if any."""
         with self._lock:
             return [key, self._sent[key]] if key in self._sent else [key]
 
@@ -122,48 +122,48 @@ class NodeStates:
             jobs = [job for job_id in self._jobs.get(key, ()) if (job := self._builds.get(job_id)) is not None]
         return next((job for job in jobs if not job.state.final), jobs[-1] if jobs else None)
 
-    def state(self, key: str, wish: NodeRequest) -> dict:
-        """For the page: ``state``, ``text``, the engine or the job, ``run``: what ran last, where there is no engine
-        ``outlook``: why, and how long one takes, and of sizes what ``picture_fit`` tells.
+    def state(self, key: str, request: NodeRequest) -> dict:
+        """For the page: ``state``, ``text``, the engine or the job, ``run``: the last run, the fit of sizes;
+        without an engine ``outlook``: why, and how long a build takes.
 
         Args:
-            wish: what the node asks for as far as its prompt tells; a node that has not run yet is known by it alone.
+            request: the node's settings, read from its prompt. A node that has not run yet is known by it alone.
         """
-        answer, known, engines = self._state(key, wish)
+        answer, known, engines = self._state(key, request)
         family, choice = (known.architecture, known.backend) if known else ("", "")
         tokens = longest_prompt(key, family)
         engines = engines if answer["state"] == "ready" else ()
-        like = known or self._like(wish)
+        like = known or self._like(request)
         answer["by_itself"] = like is not None and builds_by_itself(
-            wish.backend or like.backend, like.device, like.architecture, like.parameters)  # fmt: skip
-        answer |= picture_fit.told(wish, family, engines, choice, answer.get("any_size", False), tokens)
+            request.backend or like.backend, like.device, like.architecture, like.parameters)  # fmt: skip
+        answer |= picture_fit.size_report(request, family, engines, choice, answer.get("any_size", False), tokens)
         every = family in architectures() and serves_every_size(architectures()[family])
         answer["sizes"]["every"] = every and answer["by_itself"]
         return answer
 
-    def _state(self, key: str, wish: NodeRequest) -> tuple[dict, NodeRecord | None, Sequence[Engine]]:
+    def _state(self, key: str, request: NodeRequest) -> tuple[dict, NodeRecord | None, Sequence[Engine]]:
         """Return a node's state without its sizes, a node with the same model, and the engines that it uses."""
-        answer = {"key": key, "state": "unknown", "label": wish.label, "text": "", "engine": None, "job": None}
-        answer["run"] = run_of(key, wish.workflow)
+        answer = {"key": key, "state": "unknown", "label": request.label, "text": "", "engine": None, "job": None}
+        answer["run"] = run_of(key, request.workflow)
         job = self._job(key)
         if job is not None and not job.state.final:
             answer |= {"state": "queued" if job.state is State.QUEUED else "building", "job": job.to_json()}
             return answer, self._known.get(key), ()
         known = self._known.get(key)
-        if known is None and (refusal := refused_by_file(wish)) is not None:
+        if known is None and (refusal := refused_by_file(request)) is not None:
             return answer | {"state": "unavailable", "text": refusal.sentence()}, None, ()
         if known is None or _changed(known.source):
-            like = known or self._like(wish)
-            outlook = self._outlook(like, wish, False)
-            there = self._there(wish) if known is None else None
+            like = known or self._like(request)
+            outlook = self._outlook(like, request, False)
+            there = self._there(request) if known is None else None
             answer |= {"outlook": outlook, "any_size": outlook["live"], "there": there} | _failure(job)
-            return answer, like if like and like.label == wish.label else None, ()
+            return answer, like if like and like.label == request.label else None, ()
         answer["label"] = known.label
         engines, fallback = self._look_up(known)
         if engines:
             answer |= {"state": "ready", "engine": _union_json(engines, known), "job": job.to_json() if job else None}
             if answer["run"] is not None and answer["run"]["opened"] < max(map(_published, engines)):
-                answer["run"] = None  # it tells of the time before this engine
+                answer["run"] = None  # the run was before this engine
             answer["any_size"] = serves_any_size(known.kind, known.backend, known.device)
             if (why := next(filter(None, map(refusal_of, engines)), None)) is not None:
                 backend = engines[0].manifest.identity.backend
@@ -175,67 +175,67 @@ class NodeStates:
             return answer, known, engines
         text = known.without_engine or fallback.sentence()
         answer |= {"state": fallback.reason.state, "text": text}
-        answer["outlook"] = self._outlook(known, wish, True)
+        answer["outlook"] = self._outlook(known, request, True)
         if known.without_engine:
             answer["any_size"] = True  # live weights serve, whatever the profile says
         return answer | _failure(job), known, ()
 
-    def _there(self, wish: NodeRequest) -> bool | None:
+    def _there(self, request: NodeRequest) -> bool | None:
         """Tell whether the library has an engine for a node that has not run; None where only a run can tell.
 
-        It has none where no engine names the model's file. It is looked up where a node ran this file as it is now.
+        It has no engine if no engine names the model's file. Else it is looked up if a node ran this same file.
         """
-        if not wish.label:
+        if not request.label:
             return None
-        of_kind = [engine.manifest for engine in self._library.engines() if engine.manifest.kind == wish.kind]
-        if not any(manifest.identity.any_weights or wish.is_of(manifest.label) for manifest in of_kind):
+        of_kind = [engine.manifest for engine in self._library.engines() if engine.manifest.kind == request.kind]
+        if not any(manifest.identity.any_weights or request.is_of(manifest.label) for manifest in of_kind):
             return False
-        alike = [one for one in list(self._known.values()) if one.kind == wish.kind and wish.is_of(one.label)]
+        alike = [one for one in list(self._known.values()) if one.kind == request.kind and request.is_of(one.label)]
         like = next((one for one in reversed(alike) if one.architecture), None)
-        if like is None or wish.sizes is None or wish.precision not in (AUTO, like.precision) or _changed(like.source):
+        if not like or not request.sizes or request.precision not in (AUTO, like.precision) or _changed(like.source):
             return None
         family = architectures().get(like.architecture)
-        if family is None or wish.patched or getattr(family, "absorbs", None) is not None:
+        if family is None or request.patched or getattr(family, "absorbs", None) is not None:
             return None
-        any_weights = like.weights.startswith(LAYOUT_PREFIX)
-        if not any_weights and (wish.lora or wish.replaceable or like.weights not in known_hashes(like.source or {})):
+        fixed = not like.weights.startswith(LAYOUT_PREFIX)
+        if fixed and (request.lora or request.replaceable or like.weights not in known_hashes(like.source or {})):
             return None
         try:
-            profile = family.profile(wish.sizes).to_json()
+            profile = family.profile(request.sizes).to_json()
         except ValueError:  # sizes in the wrong order
             return None
-        asked = replace(like, backend=wish.backend or like.backend, profile=profile)
+        asked = replace(like, backend=request.backend or like.backend, profile=profile)
         engines, _ = self._look_up(asked)
         return bool(engines) and _union_json(engines, asked)["covers"]
 
-    def _like(self, wish: NodeRequest) -> NodeRecord | None:
-        """The node that ran last with the same model, or else with one of the same kind."""
+    def _like(self, request: NodeRequest) -> NodeRecord | None:
+        """The node that ran last with the same model, else with a model of the same kind."""
         latest = reversed(list(self._known.values()))
-        alike = [known for known in latest if known.kind == wish.kind and known.architecture]
-        return next((known for known in alike if known.label == wish.label), alike[0] if alike else None)
+        alike = [known for known in latest if known.kind == request.kind and known.architecture]
+        return next((known for known in alike if known.label == request.label), alike[0] if alike else None)
 
-    def _outlook(self, known: NodeRecord | None, wish: NodeRequest, certain: bool) -> dict:
-        """Return why a node has no engine, how long one takes, and whether anything has to be built.
+    def _outlook(self, known: NodeRecord | None, request: NodeRequest, certain: bool) -> dict:
+        """Return why a node has no engine, how long a build takes, and whether a build is needed.
 
         Args:
-            known: the node, or one like it.
-            certain: whether it is known that there is none; otherwise the next run looks it up.
+            known: the node, or a similar node.
+            certain: whether it is certain that there is no engine; otherwise the next run looks for it.
         """
         if known is None:
             return {"why": "", "seconds": None, "certain": certain, "live": False}
-        same = known.label == wish.label
-        why = "lora" if same and wish.lora else "" if certain else "settings" if same else "checkpoint"
+        same = known.label == request.label
+        why = "lora" if same and request.lora else "" if certain else "settings" if same else "checkpoint"
         parameters = known.parameters
         if not same:
-            parameters = parameters_of(wish, parameters, (known.source or {}).get("size", 0))
+            parameters = parameters_of(request, parameters, (known.source or {}).get("size", 0))
         took, live = seconds(
-            self._library, wish.backend or known.backend, known.device, known.kind, known.architecture,
+            self._library, request.backend or known.backend, known.device, known.kind, known.architecture,
             known.precision, parameters,
         )  # fmt: skip
         return {"why": why, "seconds": took, "certain": certain, "live": live}
 
     def _look_up(self, known: NodeRecord) -> tuple[list[Engine], Fallback]:
-        """The engines that a node uses: one, or several where each is for some sizes alone."""
+        """The engines that a node uses: one, or several of different sizes."""
         refusal = Fallback(Reason(known.refusal[0]), known.refusal[1]) if known.refusal else Fallback(Reason.NO_ENGINE)
         if not known.architecture:
             return [], refusal
@@ -258,7 +258,7 @@ class NodeStates:
 
 
 def run_of(key: str, workflow: str = "") -> dict | None:
-    """Return what ran in the last prompt that called a node's network, or None, as where that was another workflow."""
+    """Return the counts of the last prompt that called a node's network; None without, or for another workflow."""
     found = last_run(key)
     if found is None:
         return None
@@ -284,7 +284,7 @@ def run_of(key: str, workflow: str = "") -> dict | None:
 
 
 def longest_prompt(key: str, family: str) -> int:
-    """Return the tokens of the longest prompt of the last run that a node's engine was not built for, or 0.
+    """Return the tokens of the last run's longest prompt that a node's engine was not built for, or 0.
 
     Args:
         family: name of the architecture, ``""`` while it is not known.
@@ -308,7 +308,7 @@ def _uncovered(rows: Sequence[CallStats]) -> list[dict]:
 
 
 def _published(engine: Engine) -> float:
-    """Return the time at which an engine came into its library; 0 when that cannot be told."""
+    """Return the time at which an engine came into its library; 0 if unknown."""
     try:
         return os.stat(engine.folder / MANIFEST_NAME).st_mtime
     except OSError:
@@ -316,7 +316,7 @@ def _published(engine: Engine) -> float:
 
 
 def engine_json(engine: Engine) -> dict:
-    """Return what a person wants to know of an engine."""
+    """Return an engine's facts for people."""
     manifest, here = engine.manifest, trust.figures(engine)
     return {
         "name": engine.folder.name,
@@ -337,9 +337,9 @@ def engine_json(engine: Engine) -> dict:
 
 
 def _union_json(engines: Sequence[Engine], known: NodeRecord) -> dict:
-    """Return what a person wants to know of the engines that a node uses, as if they were one.
+    """Return facts for people on the engines that a node uses, as if they were one engine.
 
-    ``covers``: whether that holds what the node asks for.
+    ``covers``: whether that engine holds the node's profile.
     """
     identity = engines[0].manifest.identity
     backend, architecture = backends()[identity.backend], architectures()[identity.architecture]
@@ -364,7 +364,7 @@ def _speed(parity: Mapping) -> float | None:
 
 
 def _failure(job: Job | None) -> dict:
-    """Return how the last build ended, as far as it explains that there is no engine."""
+    """Return how the last build ended, if that explains the missing engine."""
     if job is None:
         return {}
     if job.elsewhere:
@@ -377,7 +377,7 @@ def _failure(job: Job | None) -> dict:
 
 
 def _changed(source: dict | None) -> bool:
-    """Tell whether a model's file is another one than when the node ran."""
+    """Tell whether a model's file has changed since the node ran."""
     if source is None:
         return False
     try:

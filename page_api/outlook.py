@@ -1,4 +1,4 @@
-"""Forecast for an engine node before it runs: why there is no engine yet, and how long one takes."""
+"""Forecast for an engine node before it runs: why there is no engine yet, and how long a build takes."""
 
 from __future__ import annotations
 
@@ -30,26 +30,26 @@ KINDS = {
 }
 VAES = (Role.VAE_DECODER, Role.VAE_ENCODER)
 FOLDERS = {Role.BACKBONE.value: ("checkpoints", "diffusion_models"), Role.CONTROLNET.value: ("controlnet",)}
-"""Folders in which the files of a kind of network lie, where a file tells of the network."""
+"""Kind of network -> folders of its files, where a file determines the network."""
 
 
 @dataclass(frozen=True)
 class NodeRequest:
-    """Request of an engine node of a prompt, as far as the prompt alone tells.
+    """Request of an engine node, as far as its prompt shows it.
 
     Attributes:
         kind: a value of ``Role``.
         label: the model's file, or ``""``.
-        lora: whether a LoRA before the node makes its engine another one.
+        lora: whether a LoRA before the node changes its engine.
         backend: the node's choice.
-        sizes: the node's numbers; None where the prompt does not tell them.
-        pictures: those that the graph asks for.
-        of_all_uses: those of all uses of the node, where it stands in a subgraph that is used several times.
+        sizes: the node's numbers; None where the prompt does not have them.
+        pictures: the graph's pictures.
+        of_all_uses: the pictures of all uses of the node, if its subgraph is used several times.
         samplers: the samplers of all its uses.
         precision: the node's choice.
-        replaceable: whether it wants an engine that takes any weights.
-        patched: whether a model patch before the node makes its engine another one.
-        workflow: id of the workflow that the prompt is of, ``""`` where nobody tells it.
+        replaceable: whether it requests an engine that takes any weights.
+        patched: whether a model patch before the node changes its engine.
+        workflow: id of the prompt's workflow, ``""`` if not known.
     """
 
     kind: str
@@ -70,9 +70,9 @@ class NodeRequest:
         return bool(self.label) and (label == self.label or label.endswith(f": {self.label}"))
 
 
-def wish_of(prompt: Mapping[str, Any], node_id: str) -> NodeRequest:
-    """Return what a node of an API prompt asks for. The node is one for a single network, and the prompt has
-    been checked: its nodes have a key."""
+def request_of(prompt: Mapping[str, Any], node_id: str) -> NodeRequest:
+    """Return the request of a node of an API prompt. The node is for a single network, and the prompt is
+    checked: its nodes have a key."""
     graph = DynamicPrompt(dict(prompt))
     kind = str(prompt[node_id]["class_type"])
     name = NETWORK_INPUTS[kind][0]
@@ -91,8 +91,8 @@ def wish_of(prompt: Mapping[str, Any], node_id: str) -> NodeRequest:
                        precision=precision, replaceable=replaceable, patched=patched)  # fmt: skip
 
 
-def parameters_of(wish: NodeRequest, like: int, like_bytes: int) -> int:
-    """Roughly how many parameters a model has of which only the file is known, by the size of another one's file.
+def parameters_of(request: NodeRequest, like: int, like_bytes: int) -> int:
+    """Estimate a model's parameters from the size of its file, by the ratio of a similar model.
 
     0 when there is no such file.
 
@@ -100,20 +100,20 @@ def parameters_of(wish: NodeRequest, like: int, like_bytes: int) -> int:
         like, like_bytes: that model's parameters and the size of its file.
     """
     with contextlib.suppress(OSError):
-        if like_bytes and (path := _file_of(wish)) is not None:
+        if like_bytes and (path := _file_of(request)) is not None:
             return round(like * os.path.getsize(path) / like_bytes)
     return 0
 
 
-def refused_by_file(wish: NodeRequest) -> Fallback | None:
-    """Return why a model can have no engine, as far as the names in its file tell; None where that is not certain."""
-    path = _file_of(wish)
+def refused_by_file(request: NodeRequest) -> Fallback | None:
+    """Return why a model can have no engine, judged by the names in its file; None where that is not certain."""
+    path = _file_of(request)
     if path is None or not path.endswith(".safetensors"):
         return None
     with contextlib.suppress(OSError):
         stat = os.stat(path)
         if not _may_be_served(path, stat.st_size, stat.st_mtime_ns):
-            return Fallback(Reason.UNSUPPORTED_MODEL, f"{wish.label} is a model of a family without engines")
+            return Fallback(Reason.UNSUPPORTED_MODEL, f"{request.label} is a model of a family without engines")
     return None
 
 
@@ -122,15 +122,15 @@ def _may_be_served(path: str, _size: int, _mtime_ns: int) -> bool:
     try:
         with safe_open(path, "pt") as file:
             return may_be_served(file.keys())
-    except (OSError, SafetensorError):  # the loader will say what is wrong with it
+    except (OSError, SafetensorError):  # the loader will report the error
         return True
 
 
-def _file_of(wish: NodeRequest) -> str | None:
+def _file_of(request: NodeRequest) -> str | None:
     """Return the path of the file that a loader names, or None."""
-    for folder in FOLDERS.get(wish.kind, ()):
+    for folder in FOLDERS.get(request.kind, ()):
         with contextlib.suppress(OSError, ValueError):  # Windows refuses some names
-            if wish.label and (path := folder_paths.get_full_path(folder, wish.label)) is not None:
+            if request.label and (path := folder_paths.get_full_path(folder, request.label)) is not None:
                 return path
     return None
 
@@ -138,8 +138,8 @@ def _file_of(wish: NodeRequest) -> str | None:
 def seconds(
     library: Library, backend: str, device: str, kind: str, family: str, precision: str, parameters: int
 ) -> tuple[float | None, bool]:
-    """Return the seconds that an engine takes to build here, None when not known, and whether the torch backend
-    serves without one, so that nothing has to be built at all."""
+    """Return the seconds of a build here, None when not known, and whether the torch backend
+    serves without an engine, so that no build is needed."""
     try:
         usable = usable_backends(backend, torch.device(device))
         chosen = usable[0]
@@ -150,7 +150,7 @@ def seconds(
 
 
 def builds_by_itself(backend: str, device: str, architecture: str, parameters: int) -> bool:
-    """Tell whether a node whose choice is ``auto`` has an engine built in the background."""
+    """Tell whether a node with the choice ``auto`` orders a build in the background."""
     try:
         return lookup.builds_by_itself(backend, torch.device(device), architecture, parameters)
     except RuntimeError:  # as in ``seconds``
@@ -158,7 +158,7 @@ def builds_by_itself(backend: str, device: str, architecture: str, parameters: i
 
 
 def serves_any_size(kind: str, backend: str, device: str) -> bool:
-    """Tell whether live weights serve what an engine was not built for, so that no size has to run native."""
+    """Tell whether live weights serve sizes that an engine was not built for, so that no size runs native."""
     try:
         return kind not in VAES and any(one.runs_live_weights for one in usable_backends(backend, torch.device(device)))
     except (Unavailable, RuntimeError):  # as above

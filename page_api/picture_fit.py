@@ -1,6 +1,6 @@
-"""Fit of an engine node's numbers and the graph's pictures: what Auto asks for, and which picture no engine serves.
+"""Fit of an engine node's numbers and the graph's pictures: Auto's numbers, and pictures that no engine serves.
 
-The page shows these numbers and calculates none. The rules are those of the calls: see ``Architecture``.
+The page shows these numbers and calculates none. The rules are the same as for calls: see ``Architecture``.
 """
 
 from __future__ import annotations
@@ -17,30 +17,32 @@ from ..engine_library import Engine
 from .outlook import NodeRequest
 
 STEP = 64
-"""Auto's best size is a multiple of so many pixels."""
+"""Auto's best size is a multiple of this many pixels."""
 
 
-def told(wish: NodeRequest, family: str, engines: Sequence[Engine], choice: str, any_size: bool, tokens: int) -> dict:
-    """For the page: ``sizes`` of the node, and the first picture that runs without an engine made for it.
+def size_report(
+    request: NodeRequest, family: str, engines: Sequence[Engine], choice: str, any_size: bool, tokens: int
+) -> dict:
+    """For the page: ``sizes`` of the node, and the first picture without an engine for it.
 
-    ``misfit`` lies outside what the engine takes, or outside the settings where there is none; ``widened`` are the
-    numbers that mend it, None where no node may ask for them. ``uncompiled`` lacks a file of its size.
+    ``misfit`` lies outside the engine's profile, or outside the settings where there is no engine. ``widened`` are the
+    numbers that would hold it, None where no node may have them. ``uncompiled`` lacks a file of its size.
 
     Args:
         family: name of the architecture, ``""`` while it is not known.
-        engines: those that the node uses.
+        engines: the engines that the node uses.
         choice: the backend that they were looked up with.
         any_size: whether live weights serve every size.
-        tokens: of the longest prompt of the last run.
+        tokens: length of the last run's longest prompt.
     """
     known = architectures().get(family)
-    fits, asked = known.sizes if known else None, _asked(wish.sizes, known)
+    fits, asked = known.sizes if known else None, _asked(request.sizes, known)
     misfit = uncompiled = None
     if engines:
-        misfit, uncompiled = _not_served(engines, choice, any_size, wish.pictures)
-    elif asked and not any_size and not _runs_live(wish.backend):
-        misfit = _outside(known or ANY, _profile(known or ANY, asked), wish.pictures)
-    tokens = max(tokens, wish.sizes.max_tokens if wish.sizes else 0)
+        misfit, uncompiled = _not_served(engines, choice, any_size, request.pictures)
+    elif asked and not any_size and not _runs_live(request.backend):
+        misfit = _outside(known or ANY, _profile(known or ANY, asked), request.pictures)
+    tokens = max(tokens, request.sizes.max_tokens if request.sizes else 0)
     return {
         "misfit": _json(misfit),
         "uncompiled": _json(uncompiled),
@@ -48,9 +50,9 @@ def told(wish: NodeRequest, family: str, engines: Sequence[Engine], choice: str,
         "sizes": {
             "fits": asdict(fits) if fits else None,
             "asked": asdict(asked) if asked else None,
-            "auto": auto(wish.of_all_uses, fits, tokens) if wish.of_all_uses else None,
-            "pictures": [_json(picture) for picture in wish.of_all_uses],
-            "samplers": wish.samplers,
+            "auto": auto(request.of_all_uses, fits, tokens) if request.of_all_uses else None,
+            "pictures": [_json(picture) for picture in request.of_all_uses],
+            "samplers": request.samplers,
         },
     }
 
@@ -58,12 +60,12 @@ def told(wish: NodeRequest, family: str, engines: Sequence[Engine], choice: str,
 def auto(pictures: Sequence[Picture], fits: Sizes | None, tokens: int) -> dict[str, int]:
     """Return the numbers of Auto: best at the first picture, and as wide as usual or as the pictures need.
 
-    0 is what fits the model, so a graph that asks for that leaves a node as it was saved.
+    0 stands for the model's default, so a graph with default sizes leaves a node as it was saved.
 
     Args:
-        pictures: those that reach the samplers, at least one.
+        pictures: pictures of the samplers, at least one.
         fits: the sizes of the model's family; until that is known 0 stands for them.
-        tokens: of the longest prompt that is known.
+        tokens: length of the longest known prompt.
     """
     sides = [side for picture in pictures for side in (picture.width, picture.height)]
     first, least, most = pictures[0], min(sides), max(sides)
@@ -83,12 +85,12 @@ def auto(pictures: Sequence[Picture], fits: Sizes | None, tokens: int) -> dict[s
 
 
 def _bests() -> set[int]:
-    """Return what some family is best at: it may be the one of a model that nobody knows yet."""
+    """Return the best sizes of all families, for a model of unknown family."""
     return {known.sizes.opt_size for known in architectures().values()}
 
 
 def widened(picture: Picture, asked: RequestedSizes) -> dict[str, int] | None:
-    """Return the numbers that a node needs so that a picture fits, of those that have to be wider."""
+    """Return the size settings to raise so that the picture fits."""
     least, most = sorted((picture.width, picture.height))
     if least < LEAST or most > MOST["max_size"] or picture.images > MOST["max_images"]:
         return None
@@ -98,7 +100,7 @@ def widened(picture: Picture, asked: RequestedSizes) -> dict[str, int] | None:
 
 
 def _asked(sizes: RequestedSizes | None, known: Architecture | None) -> RequestedSizes | None:
-    """Return a node's numbers with what fits its model in the place of zeros; None where that is not known."""
+    """Return a node's numbers with the model's defaults in place of zeros; None where these are not known."""
     if sizes is None or (known is None and not all((sizes.min_size, sizes.opt_size, sizes.max_size, sizes.max_images))):
         return None
     return sizes.filled((known or ANY).sizes)
@@ -107,27 +109,27 @@ def _asked(sizes: RequestedSizes | None, known: Architecture | None) -> Requeste
 def _profile(known: Architecture, asked: RequestedSizes) -> Profile | None:
     try:
         return known.profile(asked)
-    except ValueError:  # the page says that they do not rise
+    except ValueError:  # the page reports sizes in the wrong order
         return None
 
 
 def _not_served(
     engines: Sequence[Engine], choice: str, any_size: bool, pictures: Sequence[Picture]
 ) -> tuple[Picture | None, Picture | None]:
-    """Return the first picture outside an engine's range, and the first that engines of single sizes are not for."""
+    """Return the first picture outside an engine's range, and the first without an engine of its single size."""
     identity = engines[0].manifest.identity
     backend, known, profile = backends()[identity.backend], architectures()[identity.architecture], identity.profile
     calls = [call for engine in engines for call in backend.sizes(engine)]
     if not calls:
         return None if any_size or backend.runs_live_weights else _outside(known, profile, pictures), None
     if not backend.runs_live_weights and choice != backend.name:
-        return None, None  # an engine that auto took has live weights behind it, which may have files for more
+        return None, None  # behind an engine of auto, live weights may have files for more sizes
     lacking = (one for one in pictures if not sample_alike(known, known.calls(profile, one), calls))
     return None, next(lacking, None)
 
 
 def _outside(known: Architecture, profile: Profile | None, pictures: Sequence[Picture]) -> Picture | None:
-    """Return the first picture of whose calls none lies inside a profile."""
+    """Return the first picture without any call inside a profile."""
     for picture in pictures if profile else ():
         if all(outside(profile, call, known.symbols) for call in known.calls(profile, picture)):
             return picture

@@ -1,4 +1,4 @@
-"""Errors of prompts in one sentence, in ComfyUI's own words: of one that it refuses, and of one that failed."""
+"""Errors of prompts in one sentence, in ComfyUI's own words: for prompts that it refuses, and for prompts that fail."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ def refusal(error: Mapping[str, Any] | None, refused: Mapping[str, Any]) -> str 
     """Return why a prompt, or one of its nodes, was refused by ``validate_prompt``; None where all is well.
 
     Args:
-        error: what was told of the prompt, or None.
-        refused: node id -> what was told of that node.
+        error: ComfyUI's error on the prompt, or None.
+        refused: node id -> ComfyUI's errors on that node.
     """
     for node, found in refused.items():
         if not found.get("errors"):
             continue
         first, where = found["errors"][0], f"{found['class_type']} (node {node})"
-        told = first.get("extra_info", {})
-        if first["type"] == "value_not_in_list" and told["input_name"].endswith("_name"):
-            file = told["received_value"]
+        extra = first.get("extra_info", {})
+        if first["type"] == "value_not_in_list" and extra["input_name"].endswith("_name"):
+            file = extra["received_value"]
             return f"{file} is missing: put it where {where} looks, or choose another file."
         return f"{where}: {first['message']}: {first['details']}."
     return None if error is None else f"{str(error['message']).rstrip('.')}."

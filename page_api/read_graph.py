@@ -1,4 +1,4 @@
-"""Reading of graphs that anybody may have sent: a malformed node counts as missing, so reading one never raises."""
+"""Reading of untrusted graphs: a malformed node counts as missing, so reading never raises."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _MISSING: Node = {"class_type": "", "inputs": {}}
 
 
 def is_node(value: object) -> bool:
-    """Tell whether something is a node of an API prompt: an object with a class and inputs."""
+    """Tell whether a value is a node of an API prompt: an object with a class and inputs."""
     return (
         isinstance(value, Mapping)
         and isinstance(value.get("class_type"), str)
@@ -23,13 +23,13 @@ def is_node(value: object) -> bool:
 
 
 def nodes_of(prompt: object) -> dict[str, Node]:
-    """Return the nodes of a prompt by id, without those that are malformed."""
+    """Return the nodes of a prompt by id, without malformed nodes."""
     found = prompt.items() if isinstance(prompt, Mapping) else ()
     return {node_id: node for node_id, node in found if isinstance(node_id, str) and is_node(node)}
 
 
 def node_of(prompt: Prompt | DynamicPrompt, node_id: str) -> Node:
-    """Return a node of a prompt; one that is missing or malformed has no class and no inputs."""
+    """Return a node of a prompt; a missing or malformed node has no class and no inputs."""
     try:
         node = prompt.get_node(node_id) if isinstance(prompt, DynamicPrompt) else prompt[node_id]
     except (NodeNotFoundError, KeyError):

@@ -1,4 +1,4 @@
-"""Routes for those who hand out work: one tells if this server is warm, one warms it for a workflow."""
+"""Routes for dispatchers of work: they report whether this server is warm, and warm it for a workflow."""
 
 from __future__ import annotations
 
@@ -34,17 +34,17 @@ MAX_NAME, MAX_WARMED = 200, 100
 NEEDED = (Feature.QUEUE, Feature.WARMING)
 
 _warmed: dict[str, Warming] = {}
-"""Workflows that warm or have warmed this server, by name; the same name again replaces one."""
+"""Workflows that warm or have warmed this server, by name; a workflow replaces another of its name."""
 FACTS_LAST = 1.0
-"""Seconds in which all who ask get the same facts, unless a workflow has warmed the server meanwhile."""
+"""Seconds in which all requests get the same facts, unless a workflow has warmed the server meanwhile."""
 _recent: tuple[float, list[str], asyncio.Future[dict[str, Any]]] | None = None
-"""Time of the last look at the facts, the states of workflows then, and the facts."""
+"""Time of the last facts, the states of workflows then, and the facts."""
 _turns = asyncio.Lock()
 _tasks: set[asyncio.Task] = set()
 
 
 def register() -> None:
-    """Add the routes to ComfyUI's server, and warm it once it has started, where that is wanted."""
+    """Add the routes to ComfyUI's server, and warm it after its start, if requested."""
     server = PromptServer.instance
     if server is None:
         return
@@ -64,12 +64,12 @@ async def _start(_app: web.Application) -> None:
 
 @reads
 async def _ready(_request: web.Request) -> web.Response:
-    """Answer 200 when the server is warm, else 503, with what docs/serving.md lists."""
+    """Answer 200 when the server is warm, else 503, with the data that docs/serving.md lists."""
     found = list(_warmed.values())
     waits_for = [one.text or f"{one.name} is {one.state}." for one in found if one.state != warming.WARM_NOW]
     facts = await _recent_facts([one.state for one in found])
-    told = {"ready": not waits_for, "waits_for": waits_for, "warmed": [asdict(one) for one in found], **facts}
-    return answer(told, 503 if waits_for else 200)
+    state = {"ready": not waits_for, "waits_for": waits_for, "warmed": [asdict(one) for one in found], **facts}
+    return answer(state, 503 if waits_for else 200)
 
 
 async def _recent_facts(states: list[str]) -> dict[str, Any]:
@@ -82,7 +82,7 @@ async def _recent_facts(states: list[str]) -> dict[str, Any]:
 
 @changes
 async def _warm(request: web.Request) -> web.Response:
-    """Warm for a workflow: {"workflow": API prompt, "name": text} -> {"name", "prompt_id"}; /ready tells the rest."""
+    """Warm for a workflow: {"workflow": API prompt, "name": text} -> {"name", "prompt_id"}; /ready has the rest."""
     data = await read_body(request, MAX_WORKFLOW)
     name = data.get("name", "workflow")
     if not isinstance(name, str) or not 0 < len(name) <= MAX_NAME:

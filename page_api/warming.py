@@ -1,6 +1,6 @@
-"""Warming: a workflow runs once in ComfyUI's own queue, so that its models and engines are open before the work comes.
+"""Warming: a workflow runs once in ComfyUI's own queue, so that its models and engines are open before real work.
 
-It runs as the work will, but builds no engine and writes no picture.
+It runs as real work does, but builds no engine and writes no picture.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ class NotWarmed(Exception):
 
 @dataclass
 class Warming:
-    """A workflow that warms this server, and how far it is.
+    """A workflow that warms this server, and its progress.
 
     Attributes:
         state: ``waiting``, ``warming``, ``warm`` or ``failed``.
         text: why it failed.
-        seconds: that it ran, once it has.
-        engine, native: calls of it that ran on engines, and that native ran.
+        seconds: how long it ran, once it has ended.
+        engine, native: numbers of its calls on engines and native.
         reasons: why native ran them -> the number of calls.
     """
 
@@ -58,7 +58,7 @@ class Warming:
 
 
 async def checked(workflow: Any) -> tuple[str, dict[str, Any], list[str]]:
-    """Return a prompt that warms for a workflow: its id, its nodes and those of them that ComfyUI runs it for.
+    """Return a workflow's prompt for warming: its id, its nodes and its output nodes.
 
     Raises:
         NotWarmed: it is no API workflow, or ComfyUI refuses it.
@@ -77,7 +77,7 @@ async def checked(workflow: Any) -> tuple[str, dict[str, Any], list[str]]:
 
 
 def without_files(prompt: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a prompt with reports in the place of the nodes at its ends, which save, show or send what it made."""
+    """Replace output nodes by TRT Report, so that nothing is saved; return the prompt."""
     used = {value[0] for node in prompt.values() for value in node["inputs"].values() if is_link(value)}
     ends = [key for key, node in prompt.items() if key not in used and _is_end(node["class_type"])]
     links = dict.fromkeys((*value,) for end in ends for value in prompt[end]["inputs"].values() if is_link(value))
@@ -92,7 +92,7 @@ def _is_end(class_type: str) -> bool:
 
 
 async def run(warming: Warming, prompt_id: str, prompt: dict[str, Any], outputs: list[str]) -> None:
-    """Run a prompt that warms, before all others that wait, and note how it ended.
+    """Run a prompt for warming, before all waiting prompts, and note how it ended.
 
     Raises:
         NotWarmed: it failed, was interrupted, or was taken out of the queue.

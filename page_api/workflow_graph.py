@@ -1,6 +1,6 @@
-"""Reading the graph of a prompt, without running it: nodes upstream, file names, requested pictures, the node key.
+"""Reading of a prompt's graph, without running it: nodes upstream, file names, requested pictures, the node key.
 
-A node key is a hash of an engine node and all that it depends on. Two nodes with the same key want the same engine: a
+A node key is a hash of an engine node and of all nodes upstream. Two nodes with the same key want the same engine: a
 copy, the node in another tab, in a subgraph, after a reload. Node ids and titles are no part of it.
 """
 
@@ -26,27 +26,27 @@ VAE_ENCODER = f"{VAE_ENGINE} (encode)"
 NETWORK_INPUTS = {
     UNET_ENGINE: ("model",), CONTROLNET_ENGINE: ("control_net",), VAE_ENGINE: ("vae",), VAE_ENCODER: ("vae",),
 }
-"""The inputs by which networks come into nodes for one network. That for a VAE's encoder stands in keys alone."""
+"""Node for one network -> its inputs of networks. The entry of a VAE's encoder is for keys only."""
 
 DECODE, ENCODE = "vae", "vae:encode"
-"""Names of a VAE's two networks among the inputs of a node. A part behind a colon is no part of the input's name."""
+"""Names of a VAE's two networks among the inputs of a node. The input's name ends before the colon."""
 
 MAX_PICTURES, MAX_NUMBER, MAX_CFG = 16, 100_000, 1e6
 _EMPTY = re.compile("empty.*latent", re.IGNORECASE)
 _OF_VIDEO = {"width", "height", "length", "batch_size"}
-"""A node with all of these inputs makes the latent of a video, with what conditions it as a rule."""
+"""Inputs of nodes that make the latent of a video, mostly with its conditionings."""
 
 _OF_ONE_PROMPT = {"model", "conditioning"}
-"""Links into a guider that samples with one prompt, without CFG."""
+"""Inputs of a guider that samples with one prompt, without CFG."""
 
 _IGNORED = (WHEN_MISSING, "opt_size")
-"""Inputs that say nothing about which engine it is; one that is best at another size serves."""
+"""Inputs that do not change the engine; an engine with another best size serves too."""
 MAX_DEPTH = 200
 MAX_NESTING = 50
 
 
 class BadPrompt(ValueError):
-    """A prompt of which no key can be made; the text is for the user."""
+    """A prompt without a key; the text is for the user."""
 
 
 def upstream(
@@ -57,7 +57,7 @@ def upstream(
 
     Args:
         first_inputs: follow only these inputs of the node itself.
-        inputs: the same of the others; by default all.
+        inputs: follow only these inputs of the other nodes; by default all.
     """
     seen, queue = {node_id}, [(node_id, first_inputs)]
     while queue:
@@ -70,7 +70,7 @@ def upstream(
 
 
 def drawn_id(prompt: DynamicPrompt, node_id: str) -> str:
-    """Return the node of the user's graph that a node stands for: one that a node made is a copy of it, or part of it.
+    """Return the node of the user's graph behind a node: nodes that other nodes made are copies or parts of it.
 
     Loops make copies of the nodes inside for each iteration.
     """
@@ -87,16 +87,16 @@ def drawn_upstream(prompt: DynamicPrompt, node_id: str) -> Iterator[str]:
 
 
 def all_nodes(prompt: DynamicPrompt) -> dict[str, Any]:
-    """Return the user's graph with the nodes that others have made so far, as an API prompt without malformed ones."""
+    """Return the user's graph with the nodes that other nodes made so far, as an API prompt without malformed nodes."""
     own = prompt.get_original_prompt()
     every = (*own, *sorted(prompt.all_node_ids() - own.keys()))
     return nodes_of({node_id: prompt.get_node(node_id) for node_id in every})
 
 
 def model_name(prompt: DynamicPrompt, node_id: str, input_name: str, default: str) -> str:
-    """Return the file that a loader upstream of an input was told to load, or ``default``.
+    """Return the file of a loader upstream of an input, or ``default``.
 
-    The nearest loader in a row of nodes that hand such an input on, else the nearest of all.
+    The nearest loader in a row of nodes that pass the input on, else the nearest of all.
     """
     own = (input_name.partition(":")[0],)
     for node in (*upstream(prompt, node_id, own, own), *upstream(prompt, node_id, own)):
@@ -108,7 +108,7 @@ def model_name(prompt: DynamicPrompt, node_id: str, input_name: str, default: st
 
 
 def loras_before(prompt: DynamicPrompt, node_id: str, input_name: str) -> str:
-    """Return the LoRAs on the way of a model to an input, with their strengths; ``""`` where no node names one."""
+    """Return the LoRAs upstream of a model's input, with their strengths; ``""`` without LoRAs."""
     found = []
     for node in upstream(prompt, node_id, (input_name,), ("model",)):
         inputs = inputs_of(prompt, node)
@@ -121,13 +121,13 @@ def loras_before(prompt: DynamicPrompt, node_id: str, input_name: str) -> str:
 
 
 def whole_prompt(prompt: DynamicPrompt, node_id: str) -> dict[str, Any]:
-    """Return a node and all that it depends on, as an API prompt; without what is missing or malformed."""
+    """Return a node and all nodes that it depends on, as an API prompt without malformed nodes."""
     found = {current: node_of(prompt, current) for current in (node_id, *upstream(prompt, node_id))}
     return {current: node for current, node in found.items() if node["class_type"]}
 
 
 def asked_pictures(prompt: Mapping[str, Any], node_id: str, input_name: str) -> tuple[Picture, ...]:
-    """Return the pictures that the network of an input is called with, as far as the graph tells."""
+    """Return the pictures that the network of an input is called with, as far as the graph shows."""
     sampled = pictures_of(prompt, samplers_of(prompt, node_id, readers_of(prompt)))
     return called_with(prompt, node_id, input_name, sampled)
 
@@ -135,10 +135,10 @@ def asked_pictures(prompt: Mapping[str, Any], node_id: str, input_name: str) -> 
 def called_with(
     prompt: Mapping[str, Any], node_id: str, input_name: str, sampled: tuple[Picture, ...]
 ) -> tuple[Picture, ...]:
-    """Return the pictures that a network is called with, given those that are sampled: a VAE may take tiles of them.
+    """Return the pictures that a network is called with, from the sampled ones: a VAE may take tiles.
 
-    ComfyUI has it take all tiles in three shapes: square, upright and lying. None is larger than its picture; the last
-    ones of a row may be smaller, and are known once they ran.
+    It takes all tiles in three shapes: square, upright and lying. No tile is larger than its picture; the last
+    tiles of a row may be smaller, and are known once they ran.
     """
     if input_name not in (DECODE, ENCODE):
         return sampled
@@ -161,7 +161,7 @@ def pictures_of(prompt: Mapping[str, Any], samplers: Iterable[str]) -> tuple[Pic
 
 
 def readers_of(prompt: Mapping[str, Any]) -> dict[str, list[str]]:
-    """Return node -> the nodes that an output of it leads to."""
+    """Return node -> the nodes that its outputs lead to."""
     readers: dict[str, list[str]] = {}
     for reader in prompt:
         for value in inputs_of(prompt, reader).values():
@@ -176,7 +176,7 @@ def samplers_of(prompt: Mapping[str, Any], node_id: str, readers: Mapping[str, S
     while queue:
         current = queue.pop()
         if is_link(inputs_of(prompt, current).get("latent_image")) or class_of(prompt, current) == STREAM:
-            yield current  # what it makes goes on to others, which may use other models
+            yield current  # its results go on to nodes that may use other models
             continue
         latent = inputs_of(prompt, current).get("samples")
         if is_link(latent) and is_link(inputs_of(prompt, latent[0]).get("latent_image")):
@@ -188,7 +188,7 @@ def samplers_of(prompt: Mapping[str, Any], node_id: str, readers: Mapping[str, S
 
 
 def picture_of(prompt: Mapping[str, Any], sampler: str) -> Picture | None:
-    """Return the picture of a sampler, None where it is not certain or the node is none."""
+    """Return the picture of a sampler, None where it is not certain or the node is no sampler."""
     if class_of(prompt, sampler) == STREAM:
         asked = (*_frame_size(prompt, sampler), _frames_at_once(inputs_of(prompt, sampler)), 1)
     else:
@@ -204,7 +204,7 @@ def picture_of(prompt: Mapping[str, Any], sampler: str) -> Picture | None:
 
 
 def _makes_latent(prompt: Mapping[str, Any], sampler: str) -> str:
-    """Return the node that made a sampler's latent, which other samplers may have sampled before with other models."""
+    """Return the node that made a sampler's latent, past samplers that may use other models."""
     for _ in range(MAX_DEPTH):
         latent = inputs_of(prompt, sampler).get("latent_image")
         if not is_link(latent):
@@ -219,7 +219,7 @@ def _frames_at_once(inputs: Mapping[str, Any]) -> Any:
 
 
 def _frame_size(prompt: Mapping[str, Any], stream: str) -> tuple[Any, Any]:
-    """Return width and height of a stream's frames: those of the nearest node before it that has both."""
+    """Return width and height of a stream's frames: from the nearest node upstream that has both."""
     link = inputs_of(prompt, stream).get("frames")
     for _ in range(MAX_DEPTH):
         if not is_link(link):
@@ -243,14 +243,14 @@ def _cfg(prompt: Mapping[str, Any], sampler: str) -> float | None:
 
 
 def _number(prompt: Mapping[str, Any], value: Any) -> Any:
-    """Return an input's value, that of ComfyUI's node for a number where the input is a link to one."""
+    """Return an input's value, or the number in ComfyUI's number node that it is linked to."""
     if not is_link(value) or not class_of(prompt, value[0]).startswith("Primitive"):
         return value
     return inputs_of(prompt, value[0]).get("value")
 
 
 def network_inputs(prompt: Mapping[str, Any], node_id: str) -> list[str]:
-    """Return the inputs of an engine node that bring a network: one, or several of TRT Accelerate and for VAEs."""
+    """Return the inputs of an engine node that bring a network: several for TRT Accelerate and VAEs, else one."""
     kind, inputs = class_of(prompt, node_id), inputs_of(prompt, node_id)
     if kind == VAE_ENGINE:
         return vae_calls(prompt, node_id)
@@ -264,8 +264,8 @@ def network_inputs(prompt: Mapping[str, Any], node_id: str) -> list[str]:
 def vae_calls(prompt: Mapping[str, Any], node_id: str) -> list[str]:
     """Return which networks of a VAE the graph calls behind a node: ``DECODE``, ``ENCODE`` or both.
 
-    A reader that takes latents decodes, one that takes pixels encodes, but for ControlNets: few of these encode. Where
-    no reader tells, pictures are decoded.
+    A reader of latents decodes, and a reader of pixels encodes, except ControlNets: few of these encode. Without such
+    readers, pictures are decoded.
     """
     found = {name for name, _ in _vae_readers(prompt, node_id)}
     return [name for name in (DECODE, ENCODE) if name in found] or [DECODE]
@@ -289,8 +289,8 @@ def _vae_readers(prompt: Mapping[str, Any], node_id: str) -> Iterator[tuple[str,
                 yield ENCODE, inputs
 
 
-def alone(prompt: Mapping[str, Any], node_id: str, input_name: str) -> Mapping[str, Any]:
-    """Return a prompt in which an engine node stands for the network of one input alone, as a node for that would."""
+def for_one_network(prompt: Mapping[str, Any], node_id: str, input_name: str) -> Mapping[str, Any]:
+    """Return a prompt in which the engine node is replaced by a node for the network of this input only."""
     inputs = inputs_of(prompt, node_id)
     if class_of(prompt, node_id) not in (ACCELERATE, VAE_ENGINE):
         return prompt
@@ -308,7 +308,7 @@ def node_key(prompt: Mapping[str, Any], node_id: str) -> str:
     """Return the key of a node of an API prompt.
 
     Raises:
-        BadPrompt: the node or one that it depends on is missing, malformed or part of a loop.
+        BadPrompt: the node or a node upstream is missing, malformed or part of a loop.
     """
     return _key(prompt, node_id, {}, ())
 
@@ -333,7 +333,7 @@ def _key(prompt: Mapping[str, Any], node_id: str, known: dict[str, str], path: t
 
 
 def _plain(value: Any, depth: int = MAX_NESTING) -> Any:
-    """Return a value as keys have it: ComfyUI turns 1 into 1.0 where a node wants a float, so both count as one."""
+    """Return a value for keys: ComfyUI turns 1 into 1.0 where a node takes a float, so both are equal."""
     if isinstance(value, int) and abs(value) >= 1 << 1023:
         raise BadPrompt("the prompt has a number that no node can use")
     if isinstance(value, int | float) and not isinstance(value, bool):

@@ -34,7 +34,7 @@ _counting = threading.Lock()
 """Held while counting: ComfyUI calls a network from several threads when it shares a step among GPUs."""
 
 MOST_CALLS = 1 << 15
-"""Calls of a network in a run that are listed and timed one by one, the first; a stream makes no end of them."""
+"""Number of a network's first calls in a run that are listed and timed one by one; a stream makes calls without end."""
 
 MAX_PROMPTS = 64
 """Prompts remembered; the oldest is forgotten first."""
@@ -45,8 +45,8 @@ PLAIN = "Calls of {name} could not be captured as a CUDA graph and run kernel by
 WAITED = "{name} waited for its ControlNets in each step: their results were read before it started"
 REPORT = "The picture is right, only slower. If it stays so, please report it with {versions}."
 
-_told: set[str] = set()
-"""Messages that the log of this server has had."""
+_logged: set[str] = set()
+"""Messages that this server has logged already."""
 
 
 def _nobody(prompt_id: str) -> bool:
@@ -112,7 +112,7 @@ def timed(times: CallTimes | None) -> contextlib.AbstractContextManager[None]:
 
 
 def range_of(network: NativeNetwork) -> Callable[[], contextlib.AbstractContextManager[None]]:
-    """Return what opens the range of a network's calls in NVIDIA's profilers; it does nothing on other devices."""
+    """Return a function that opens a range for a network's call in NVIDIA's profilers; a no-op on other devices."""
     if network.device.type != "cuda":
         return contextlib.nullcontext
     return partial(named_range, f"Hybrid TRT {network.role.value} {network.label}")
@@ -132,9 +132,9 @@ _NOTHING: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
 
 
 def log_once(what: str, name: str, why: str = "") -> None:
-    """Log what is slow, once per server."""
-    if what not in _told:
-        _told.add(what)
+    """Log a slow feature, once per server."""
+    if what not in _logged:
+        _logged.add(what)
         log.warning("Hybrid TRT: %s. %s", what.format(name=name, why=why), _report())
 
 
@@ -153,7 +153,7 @@ class CallStats:
         calls: the first ``MOST_CALLS`` calls in order, a byte each: ON_ENGINE or NATIVE.
         reasons: fallback reason -> number of native calls.
         details: fallback reason -> details of its first call.
-        advices: fallback reason -> advice of its first call, where that is better than the reason's.
+        advices: fallback reason -> advice of its first call, where that replaces the reason's own.
         proof: milliseconds of one call on the engine and of one native call, as timed on this GPU; None if unknown.
         node_key: key of the engine node, the same from prompt to prompt, unlike its id.
         times: times of the calls, in the order of ``calls``, or None if they are not timed.
@@ -327,7 +327,7 @@ def last_run(node_key: str) -> tuple[str, list[CallStats]] | None:
 
 
 def slow_sentences(rows: Sequence[CallStats]) -> list[str]:
-    """Return what was slow in a run, a sentence each, with what to report; empty if nothing was."""
+    """Return a sentence for each slow feature of a run, with advice on reporting; empty if nothing was slow."""
     found = [APART.format(name=row.name) for row in rows if row.apart]
     found += [OPENED.format(name=row.name) for row in rows if row.reopened]
     found += [PLAIN.format(name=row.name, why=row.why_plain) for row in rows if row.plain]

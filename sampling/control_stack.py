@@ -1,13 +1,13 @@
 """A stack of engine-backed ControlNets as one: run side by side on streams of their own, merged in a few launches.
 
 ComfyUI runs one ControlNet after the other. Before each it waits for the GPU to compare a timestep, and it scales and
-adds every residual by itself. A stack of sessions that may run at once gives the same result without this. Any other
-stack goes ComfyUI's own way, and so does a call that opens engines or has a hint to make. Hints that are known or only
+adds every residual by itself. A stack of sessions that may run at once gives the same result without this. ComfyUI's
+own code runs any other stack, and each call that opens engines or has to make a hint. Hints that are known or only
 copied are made before (see ``hint_cache``).
 
 Other packs act on the ControlNets of a step: they crop a hint, change a strength or replace a method, and ask for the
-residuals themselves. So only ComfyUI's own function sees a stack. All others see the ControlNets of the graph, and a
-stack reads those at each call.
+residuals themselves. So only ComfyUI's own function sees a stack. Other code sees the ControlNets of the graph,
+which a stack reads at each call.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import torch
 from comfy.controlnet import ControlBase, ControlNet
 
 from ..architectures.calls import AsyncInputs, Binding, Control, EngineCall
-from ..comfy_model.whose_code import another_pack_asks, computes_as_comfyui, is_another_packs, is_comfyuis_alone
+from ..comfy_model.whose_code import computes_as_comfyui, has_foreign_methods, is_foreign, is_stock
 from ..sessions.cuda_capture import wait_for
 from ..sessions.session import Session
 from .controlnet import EngineControlModel
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from .engine_handle import EngineHandle
 
 ALWAYS = 999999999.0
-"""ComfyUI's sigma for "from the first step on" is above this."""
+"""Lower bound for ComfyUI's sigma that means "from the first step on"."""
 
 
 def _looking(name: str) -> Callable[..., Any]:
@@ -45,7 +45,7 @@ def _looking(name: str) -> Callable[..., Any]:
 
 
 class LateControl(dict):
-    """A ``Control`` whose tensors are computed on a stream that nobody has waited for yet.
+    """A ``Control`` whose tensors another stream still computes.
 
     Reading it makes the current stream wait, so other nodes and native can use it as a plain dict.
     """
@@ -54,7 +54,7 @@ class LateControl(dict):
         """
         Args:
             stream: the current stream, which computes ``control``.
-            reads: tensors of other streams that are read there; kept as long as this object.
+            reads: tensors of other streams that it reads; kept as long as this object.
         """
         super().__init__(control)
         self.stream = stream
@@ -63,11 +63,11 @@ class LateControl(dict):
         self._waited: set[torch.cuda.Stream] = set()
 
     def end(self) -> None:
-        """Let the current stream wait: from here on the memory that was read may have other uses."""
+        """Make the current stream wait: afterwards the memory that was read may be reused."""
         wait_for(self.ready, self.stream, ())
 
     def unread(self) -> Control:
-        """Return the same lists without waiting, for a caller that does not read the tensors yet."""
+        """Return the lists without waiting, for a caller that does not read the tensors yet."""
         return dict(super().items())
 
     def _seen(self) -> LateControl:
@@ -79,7 +79,7 @@ class LateControl(dict):
 
     __getitem__, get, pop, popitem, setdefault = map(_looking, ("__getitem__", "get", "pop", "popitem", "setdefault"))
     keys, values, items, __reversed__ = map(_looking, ("keys", "values", "items", "__reversed__"))
-    __iter__ = _looking("__iter__")  # which C code asks for copies of subclasses
+    __iter__ = _looking("__iter__")  # C code calls it to copy subclasses
     __eq__, __repr__ = map(_looking, ("__eq__", "__repr__"))
 
     def copy(self) -> Control:
@@ -108,7 +108,7 @@ def run_stacks_at_once(
 ) -> Any:
     """Run stacks of engine-backed ControlNets as one; a CALC_COND_BATCH wrapper.
 
-    The stacks are put into the conditionings behind all wrappers, also those that come after this one.
+    The stacks enter the conditionings behind all wrappers, also behind wrappers that come after this one.
 
     Args:
         backbone: its engine starts beside the ControlNets if it can; see ``LateControl``.
@@ -130,7 +130,7 @@ def _with_stacks(
     model_options: dict,
 ) -> Any:
     """Call the function that computes the conditionings of a step, with stacks if it is ComfyUI's own."""
-    if not is_comfyuis_alone(function):
+    if not is_stock(function):
         return function(model, conds, x_in, timestep, model_options)
     stacks: dict[int, ControlStack] = {}
     late: list[LateControl] | None = [] if _takes_late(backbone) else None
@@ -151,12 +151,12 @@ def _with_stacks(
 
 
 class ControlStack:
-    """Stands for a chain of ControlNets in ComfyUI's own function; all but the residuals comes from the chain."""
+    """Stands for a chain of ControlNets in ComfyUI's own function; all except the residuals comes from the chain."""
 
     def __init__(self, control: ControlBase, late: list[LateControl] | None = None):
         """
         Args:
-            late: list that takes results that nobody has waited for yet; None if all are waited for at once.
+            late: list for results that other streams still compute; None to wait for all results at once.
         """
         self._control = control
         self._late = late
@@ -170,7 +170,7 @@ class ControlStack:
         """Return the chain's residuals, as ComfyUI's ``get_control`` of its last ControlNet does."""
         chain = list(_chain(self._control))
         lacking = [control for control in chain if lacks_hint(control, x_noisy)]
-        if lacking and any(map(another_pack_asks, chain)):  # that code may want another hint
+        if lacking and any(map(has_foreign_methods, chain)):  # that code may want another hint
             lacking = []
         new = make_hints(_active(lacking, t), x_noisy) if lacking else []
         if new or not all(_can_join(control, x_noisy, batched_number) for control in chain):
@@ -194,7 +194,7 @@ def has_engine(control: ControlBase) -> bool:
 
 
 def _can_join(control: ControlBase, x_noisy: torch.Tensor, batched_number: int) -> bool:
-    """Tell whether ``_run`` does all that a ControlNet does, and its hint is made."""
+    """Tell whether ``_run`` can replace a ControlNet's own code, and its hint is made."""
     if not _may_join(control) or type(control) is not ControlNet or not computes_as_comfyui(control):
         return False
     if control.model_sampling_current is None or control.timestep_range is None or not has_hint(control, x_noisy):
@@ -203,7 +203,7 @@ def _can_join(control: ControlBase, x_noisy: torch.Tensor, batched_number: int) 
 
 
 def _may_join(control: ControlBase) -> bool:
-    """Tell whether the settings and the engine of a ControlNet let it join; the rest depends on the run."""
+    """Tell whether the settings and the engine of a ControlNet let it join; other conditions depend on the run."""
     if not has_engine(control):
         return False
     session = control.control_model.handle.session
@@ -215,19 +215,19 @@ def _may_join(control: ControlBase) -> bool:
 
 
 def _count_apart(chain: list[ControlBase], x_noisy: torch.Tensor, t: torch.Tensor, batched_number: int) -> None:
-    """Count ControlNets that cannot join even after ComfyUI's own call, if nothing of the graph's is the reason."""
+    """Count ControlNets that cannot join even after ComfyUI's own call, unless the graph is the reason."""
     for control in filter(_may_join, chain):
-        if _can_join(control, x_noisy, batched_number) or is_another_packs(control):
+        if _can_join(control, x_noisy, batched_number) or is_foreign(control):
             continue
         if control.timestep_range is None or _active([control], t):
             control.control_model.handle.begin_run().count_apart()
 
 
 def _active(chain: list[ControlNet], t: torch.Tensor) -> list[ControlNet]:
-    """Return those whose range holds the timestep. Reads its value, which waits for the GPU, only if it has to."""
+    """Return the ControlNets whose range holds the timestep. Its value is read, waiting for the GPU, only if needed."""
     if all(c.timestep_range[0] > ALWAYS and c.timestep_range[1] <= 0 for c in chain):
         return chain
-    now = t[0].cpu()  # a tensor: ComfyUI compares one, which rounds the bounds to its precision
+    now = t[0].cpu()  # a tensor: ComfyUI compares tensors, which rounds the bounds to their precision
     return [c for c in chain if not (now > c.timestep_range[0] or now < c.timestep_range[1])]
 
 
@@ -270,7 +270,7 @@ def _run(
                 results.append(result)
                 if stream is not None:
                     joins.append((stream.record_event(), stream, _flat(result)))
-    except BaseException:  # a graph that is captured has to have joined all streams, or CUDA breaks it off
+    except BaseException:  # a capture has to join all streams before it ends, or CUDA breaks it off
         for event, stream, tensors in joins:
             wait_for(event, stream, tensors)
         raise
@@ -284,7 +284,7 @@ def _run(
 
 
 def _joined(chain: list[ControlNet], results: list[Control], joins: Sequence[tuple]) -> Control:
-    """Merge on the current stream, after the given (event, stream, tensors) of other streams."""
+    """Merge on the current stream, after the given (event, stream, tensors) of the other streams."""
     for event, stream, tensors in joins:
         wait_for(event, stream, tensors)
     return _merged(chain, results)
@@ -298,8 +298,8 @@ def _takes_late(backbone: EngineHandle | None) -> bool:
 def _start(sessions: list[Session], x_noisy: torch.Tensor, at_least: int = 2) -> torch.cuda.Event | None:
     """Return an event on the current stream from which sessions run side by side; None if they run in turn.
 
-    They run in turn if a session comes twice, also as a part of another, because it has one set of buffers; and if
-    there are fewer than ``at_least``.
+    They run in turn if a session comes twice, also as a part of another session, because it has one set of buffers; and
+    if there are fewer than ``at_least``.
     """
     parts = [part for session in sessions for part in session.parts]
     if not x_noisy.is_cuda or len(sessions) < at_least or len(set(parts)) < len(parts):
@@ -329,7 +329,7 @@ def _own_stream(session: Session, start: torch.cuda.Event | None) -> Iterator[to
 
 def _merged(chain: list[ControlNet], results: list[Control]) -> Control:
     """Return the residuals scaled by their strengths and summed, in tensors that no session writes to."""
-    if len({_layout(result) for result in results}) > 1:  # different kinds: one by one, as ComfyUI does
+    if len({_layout(result) for result in results}) > 1:  # different layouts: one by one, as ComfyUI does
         merged = None
         for control, result in zip(chain, results, strict=True):
             merged = control.control_merge(_with(result, [t.clone() for t in _flat(result)]), merged, None)
@@ -337,7 +337,7 @@ def _merged(chain: list[ControlNet], results: list[Control]) -> Control:
     flat = [_flat(result) for result in results]
     for control, tensors in zip(chain, flat, strict=True):
         _scale(tensors, control.strength)
-    # a single result may be written to; each of several may be lent by its session
+    # a single result may be written to; several results may be lent by their sessions
     total = flat[0] if len(flat) == 1 else torch._foreach_add(flat[0], flat[1])
     for tensors in flat[2:]:
         torch._foreach_add_(total, tensors)
@@ -345,7 +345,7 @@ def _merged(chain: list[ControlNet], results: list[Control]) -> Control:
 
 
 def _scale(tensors: list[torch.Tensor], strength: float | torch.Tensor) -> None:
-    """Multiply tensors by a strength in place; by one that is a tensor, float32 without dimensions, in float32."""
+    """Multiply tensors by a strength in place; a tensor (float32, no dimensions) multiplies in float32."""
     if not isinstance(strength, torch.Tensor):
         if strength != 1.0:
             torch._foreach_mul_(tensors, strength)
@@ -358,7 +358,7 @@ def _scale(tensors: list[torch.Tensor], strength: float | torch.Tensor) -> None:
 
 
 def _with(result: Control, tensors: list[torch.Tensor]) -> Control:
-    """Return the same residuals with other tensors, given in the order of ``_flat``."""
+    """Return the residuals with other tensors, given in the order of ``_flat``."""
     instead = {id(tensor): other for tensor, other in zip(_flat(result), tensors, strict=True)}
     return {kind: [instead[id(tensor)] for tensor in places] for kind, places in result.items()}
 

@@ -20,7 +20,7 @@ from ..comfy_model.weight_patches import last_loaded, lies_on_its_model
 from .engine_handle import EngineHandle
 from .engine_patcher import ControlPatcher
 from .hint_cache import KeptHints
-from .nan_guard import watched
+from .nan_guard import checked_for_nan
 from .native_network import arguments_of, by_name, run_native
 from .run_context import in_run
 
@@ -54,9 +54,9 @@ class EngineControlModel:
     """Takes the place of ``ControlNet.control_model``: same call, same result, computed by an engine or by native.
 
     Attributes:
-        patcher: by which ComfyUI loads the engine, and other packs patch the weights.
-        on_gpus: those that stand for it on other GPUs.
-        run: context of the run under way, where several GPUs share it; their threads know none.
+        patcher: patcher by which ComfyUI loads the engine, and other packs patch the weights.
+        on_gpus: the models for it on other GPUs.
+        run: context of the current run, where several GPUs share it; their threads have none.
     """
 
     def __init__(self, handle: EngineHandle, controlnet: ControlNet):
@@ -97,14 +97,14 @@ class EngineControlModel:
         patcher = self.patcher.in_force()
         stats = self.handle.begin_run(patcher)
         refusal = self.handle.why_not_patched_so(patcher)
-        served, residuals = self.handle.serve(refusal, lambda: watched(self.handle.bind(call)), patcher, stats)
+        served, residuals = self.handle.serve(refusal, lambda: checked_for_nan(self.handle.bind(call)), patcher, stats)
         if served:
             return residuals
         self._make_native_resident(patcher)
         return run_native(lambda: self.native(*args, **kwargs), self.handle.stats, self.handle.network.device)
 
     def _make_native_resident(self, patcher: ModelPatcher) -> None:
-        """Load native's weights beside all that is in use: ComfyUI loaded the engine in their place.
+        """Load native's weights beside all models in use: ComfyUI loaded the engine in their place.
 
         Checked in every call: ComfyUI may unload them between two runs of one node, or within a run.
         """
@@ -114,13 +114,13 @@ class EngineControlModel:
             model_management.load_models_gpu([*others, patcher])
 
     def __getattr__(self, name: str) -> Any:
-        """Return what else others read of the native module."""
+        """Return other attributes of the native module."""
         if name == "native":  # while a copy is being made
             raise AttributeError(name)
         return getattr(self.native, name)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.nn.Module | EngineControlModel:
-        if memo:  # copied as a part: other packs copy whole conditionings, whose ControlNets share the engine
+        if memo:  # part of a larger copy: other packs copy whole conditionings, whose ControlNets share the engine
             copied = copy.copy(self)
             copied.patcher = copy.deepcopy(self.patcher, memo)
             return copied

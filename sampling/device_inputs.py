@@ -1,7 +1,7 @@
 """The conditionings of a run, and its table of sigmas, on the sampling device: copied once for the whole run.
 
 ComfyUI keeps prompts in main memory and copies them to the device in each step. With dynamic VRAM, or where an engine
-has the weights, it also keeps the table there in which it looks each step's sigma up. Each copy waits until the GPU is
+has the weights, it also keeps its table of sigmas there. Each copy waits until the GPU is
 idle, and the GPU then rests until the next network has been started. Where several GPUs share a step, the others copy
 prompts from the first one, which waits for nothing.
 
@@ -21,7 +21,7 @@ import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..sessions.cuda_capture import give_back_graph_memory
-from . import Shared
+from . import NotCopied
 
 if TYPE_CHECKING:
     from comfy.model_patcher import ModelPatcher
@@ -33,7 +33,7 @@ RUN = "hybrid_trt_run"
 Conds = Sequence[Sequence[dict] | None]
 
 
-class RunInputs(Shared):
+class RunInputs(NotCopied):
     """Copies of a run's tensors on the device, and the end of its latest call there."""
 
     def __init__(self) -> None:
@@ -61,7 +61,7 @@ class RunInputs(Shared):
         written = None if source.is_inference() else source._version
         known = self._copies.get(source)
         if known is None or known[0] != written or known[1].device != device:
-            with torch.inference_mode(False):  # who writes to the copy shows in its version
+            with torch.inference_mode(False):  # writes to the copy then show in its version
                 known = self._copies[source] = (written, source.to(device))
         return known[1]
 
@@ -103,7 +103,7 @@ def sample_on_device(executor: WrapperExecutor, *args: Any, **kwargs: Any) -> An
 
 @contextlib.contextmanager
 def sigmas_on_device(model: ModelPatcher) -> Iterator[None]:
-    """Have a model's table of sigmas where it samples, and those of its copies on other GPUs."""
+    """Keep a model's table of sigmas on its sampling device, and the tables of its copies on other GPUs."""
     moved: list[tuple[torch.nn.Module, torch.device]] = []
     try:
         for patcher in (model, *model.get_additional_models_with_key("multigpu")):
@@ -119,14 +119,14 @@ def sigmas_on_device(model: ModelPatcher) -> Iterator[None]:
 
 
 def _move(sampling: torch.nn.Module, device: torch.device) -> None:
-    with torch.inference_mode(False):  # the threads of GPUs are outside of it
+    with torch.inference_mode(False):  # the GPUs' threads are not in inference mode
         sampling.to(device)
 
 
 def call_on_device(
     executor: WrapperExecutor, model: Any, conds: Conds, x_in: torch.Tensor, timestep: torch.Tensor, model_options: dict
 ) -> Any:
-    """Put conditionings where the call computes, and keep the host one call ahead; a CALC_COND_BATCH wrapper."""
+    """Put conditionings on the call's device, and keep the host one call ahead; a CALC_COND_BATCH wrapper."""
     run: RunInputs | None = model_options.get(RUN)
     if run is None:
         return executor(model, conds, x_in, timestep, model_options)
@@ -138,7 +138,7 @@ def call_on_device(
 def _names_elsewhere(conds: Conds, device: torch.device) -> set[str]:
     """Return the names of conditions that are on another device in all conditionings of a call.
 
-    Where devices differ ComfyUI does not batch these conditionings; moved ones would be batched.
+    Where devices differ ComfyUI does not batch these conditionings; once moved, it would.
     """
     places: dict[str, set[torch.device]] = {}
     for group in conds:
@@ -157,5 +157,5 @@ def _moved_kinds() -> tuple[type, ...]:
 
 
 def _movable(value: Any) -> bool:
-    """Tell whether it is a condition of ComfyUI's own class with a plain tensor that needs no gradient."""
+    """Tell whether a value is a condition of ComfyUI's own class with a plain tensor that needs no gradient."""
     return type(value) in _moved_kinds() and type(value.cond) is torch.Tensor and not value.cond.requires_grad

@@ -1,4 +1,4 @@
-"""Handle that an engine node hands on: the engine of a network, looked up anew for every sampling run."""
+"""Handle that an engine node returns: the engine of a network, looked up anew for every sampling run."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from ..comfy_model.weight_formats import remark_on_rounding
 from ..comfy_model.weight_patches import WeightPatches, why_reshaped
 from ..engine_library import Fallback, Library, Reason, Unavailable
 from ..sessions.session import Session
-from . import Shared
+from . import NotCopied
 from .call_stats import CallStats, open_stats, range_of, timed
-from .engine_patcher import ControlEnginePatcher, EnginePatcher, keep, keep_beside
+from .engine_patcher import ControlEnginePatcher, EnginePatcher, keep, keep_with_module
 from .nan_guard import why_again
 from .native_network import NetworkWatch
 from .run_context import executing
@@ -31,22 +31,22 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _one_at_a_time = threading.RLock()
-"""Held while a call is given to an engine: ComfyUI calls from several threads where it shares a step among GPUs. Much
-that is done then is for the whole process, such as torch's choice of an attention. The GPUs themselves run at once."""
+"""Held while a call is given to an engine: ComfyUI calls from several threads where it shares a step among GPUs. Some
+settings are then for the whole process, such as torch's choice of an attention. The GPUs themselves run at once."""
 
 
-class EngineHandle(Shared):
+class EngineHandle(NotCopied):
     """Stands for "the engine of this network" until a call needs it.
 
     The library is asked again at the start of every run. Methods take ComfyUI's patcher, by default the network's own.
 
     Attributes:
         patcher: by which ComfyUI's memory management sees the engine.
-        bind: makes calls those of the engine; set whenever a session is.
-        found: what the last look-up found; None where the network can have no engine.
+        bind: turns arguments into an engine's call; set together with a session.
+        found: the last look-up's result; None where the network can have no engine.
         fallback: why native serves, or None.
-        note: what the node says besides, for example that a build is under way.
-        encodes_prompts: whether a part of the network runs once per prompt; meant for backbones.
+        note: another sentence for the node, for example that a build is under way.
+        encodes_prompts: whether a part of the network runs once per prompt; for backbones.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class EngineHandle(Shared):
         self.fallback: Fallback | None = None
         self.note = ""
         self.stats: CallStats | None = None
-        self._served: CallStats | None = None  # those of the last run that its engine served
+        self._served: CallStats | None = None  # stats of the last run that its engine served
         self._context = self._looked_up_in = self  # no execution context: the first call begins a run
         self._beginning = threading.Lock()
         self._watch = NetworkWatch(network)
@@ -100,13 +100,13 @@ class EngineHandle(Shared):
         """Look the engine up in the library: afterwards either ``session`` or ``fallback`` is set."""
         try:
             self.patcher.model.session, self.fallback = self._look_up(), None
-        except Exception as error:  # whatever a model of another kind brings, native can sample it
+        except Exception as error:  # an unknown model may raise anything; native can sample it
             self.lacks_engine(_why_none(error, self.network.label))
 
     def lacks_engine(self, fallback: Fallback) -> None:
-        """Leave all calls to native. What became of its build says more than that there is no engine."""
-        told = self.fallback is not None and self.fallback.reason in (Reason.BUILD_FAILED, Reason.BUILT_ELSEWHERE)
-        if not told or fallback.reason is not Reason.NO_ENGINE:
+        """Leave all calls to native. The result of its build is a better reason than a missing engine."""
+        known = self.fallback is not None and self.fallback.reason in (Reason.BUILD_FAILED, Reason.BUILT_ELSEWHERE)
+        if not known or fallback.reason is not Reason.NO_ENGINE:
             self.fallback = fallback
         self.patcher.model.session = None
 
@@ -136,8 +136,7 @@ class EngineHandle(Shared):
             self.session.begin_run(patcher or self.network.patcher)
 
     def models_beside(self, patcher: ModelPatcher | None = None) -> list[ModelPatcher]:
-        """Return what ComfyUI shall load for a run besides the engine: native weights of a ControlNet that needs them.
-        """
+        """Return the models to load besides the engine: native weights of a ControlNet that needs them."""
         if self.network.role is Role.BACKBONE:
             return []  # its sampler patch plans, and knows the patcher; ComfyUI itself names the native model
         self.network.undo_foreign_patches()
@@ -180,13 +179,13 @@ class EngineHandle(Shared):
         self.stats = open_stats(network.role.value, network.label, self.node_id, self.node_key, network.device)
         if self.session is not None:
             if self.session.follows_patches:
-                keep_beside(network.module, network.role, self.patcher)
+                keep_with_module(network.module, network.role, self.patcher)
             else:
                 keep(self.patcher, context.prompt_id if context else "")
             whose = patcher or network.patcher
             its = remark(network.parts[0].module, whose, network.prefix), remark_on_rounding(whose)
             self.stats.remark = ". ".join(filter(None, its))
-        self._context = context  # last: who sees it finds the run begun
+        self._context = context  # last: other threads that see it find the run begun
 
     def why_not_patched_so(
         self, patcher: ModelPatcher, weight_patches: WeightPatches | None = None
@@ -194,7 +193,7 @@ class EngineHandle(Shared):
         """Return the reason why the engine is not valid for a model with a patcher's patches, or None. Cheap.
 
         Args:
-            weight_patches: those that the engine has, by default those of the network when the node ran.
+            weight_patches: the engine's patches, by default the network's when the node ran.
         """
         network = self.network
         if patcher.hook_patches or patcher.current_hooks or patcher.forced_hooks:
@@ -229,9 +228,9 @@ class EngineHandle(Shared):
 
         Args:
             refusal: why the caller does not want the engine for this call, if so.
-            call: makes the call as the engine takes it; used only when an engine is there.
-            patcher: the one that ComfyUI samples with. One execution of a node may sample several.
-            stats: what ``begin_run`` returned to a caller whose refusal depends on the engine.
+            call: makes the engine's call; used only when an engine is there.
+            patcher: the patcher that ComfyUI samples with. One execution of a node may sample several.
+            stats: the result of ``begin_run`` for a caller whose refusal depends on the engine.
         """
         stats = stats or self.begin_run(patcher)
         fallback = refusal or self.why_native_now()
@@ -241,7 +240,7 @@ class EngineHandle(Shared):
                     session = self.session
                     if not session.loaded and self._served is stats:
                         stats.count_opening()
-                    bound = call()  # first: what it asks other models for may take the session's memory
+                    bound = call()  # first: other models that it runs may take the session's memory
                     session.sync_from(self.network, patcher or self.network.patcher)
                     result = bound.finish(session.run(bound.inputs, bound.extras, bound.late))
             except (Unsupported, Unavailable) as error:

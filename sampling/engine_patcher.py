@@ -1,6 +1,6 @@
 """Engines in ComfyUI's memory management: it sees their size, loads them before sampling, and may evict them.
 
-ComfyUI plans memory before each run (``load_models_gpu``). It asks each patcher for the models that go with it: then an
+ComfyUI plans memory before each run (``load_models_gpu``). It asks each patcher for its additional models: then an
 engine is looked up. It frees memory for their sizes and loads them in turn: then an engine opens. So models that are
 loaded later find that memory taken.
 """
@@ -19,14 +19,14 @@ from comfy.model_patcher import ModelPatcher
 
 from ..engine_library import Fallback
 from ..sessions.gpu_memory import no_room
-from . import Shared
+from . import NotCopied
 
 if TYPE_CHECKING:
     from ..comfy_model.network import NativeNetwork
     from ..sessions.session import Session
 
 KEPT_PROMPTS = 2
-"""Number of the latest prompts whose engines stay open, although the nodes that held them were replaced."""
+"""Number of the latest prompts whose engines stay open, although their nodes' outputs were dropped."""
 
 _kept: OrderedDict[str, set[EnginePatcher]] = OrderedDict()
 _beside: weakref.WeakKeyDictionary[torch.nn.Module, dict[str, EnginePatcher]] = weakref.WeakKeyDictionary()
@@ -50,12 +50,12 @@ class Owner(Protocol):
         ...
 
 
-class EngineModule(Shared, torch.nn.Module):
+class EngineModule(NotCopied, torch.nn.Module):
     """The "model" that ComfyUI manages: no parameters, only the session that holds the memory.
 
     Attributes:
         session: the engine that serves now, or None.
-        expected: True if the run that ComfyUI plans will call it.
+        expected: True if the planned run will call it.
     """
 
     def __init__(self, owner: Owner | None = None) -> None:
@@ -70,11 +70,11 @@ class EngineModule(Shared, torch.nn.Module):
         return None if self._owner is None else self._owner()
 
 
-class EnginePatcher(Shared, ModelPatcher):
+class EnginePatcher(NotCopied, ModelPatcher):
     """A patcher with the size of an engine, loaded as a whole or not at all. Clones share the engine.
 
     Attributes:
-        native: the native patcher whose patches are asked for; None for the network's own.
+        native: the native patcher whose patches the engine needs; None for the network's own.
     """
 
     native: ModelPatcher | None = None
@@ -94,7 +94,7 @@ class EnginePatcher(Shared, ModelPatcher):
     def clone(self, *arguments: Any, **options: Any) -> EnginePatcher:
         """Return a clone whose parent is the engine's first patcher, which lives as long as the engine.
 
-        ComfyUI takes the parent in a clone's place when that is gone. A parent that is a clone goes with it, and then
+        When a clone is gone ComfyUI uses its parent. A parent that is itself a clone may be gone too, and then
         ComfyUI looks for a leak each time that it loads something.
         """
         cloned = super().clone(*arguments, **options)
@@ -127,7 +127,7 @@ class EnginePatcher(Shared, ModelPatcher):
         return session.bytes if session is not None and session.loaded else 0
 
     def load(self, device_to: torch.device | None = None, *_: Any, **__: Any) -> None:
-        """Open the engine and mark it as on the device; one that cannot be opened has no size."""
+        """Open the engine and mark it as on the device; an engine that cannot be opened has no size."""
         owner = self.model.owner
         if owner is not None and self.model.expected:
             owner.open()
@@ -164,7 +164,7 @@ class EnginePatcher(Shared, ModelPatcher):
 
 
 class ControlEngineModule(EngineModule):
-    """The "model" of a ControlNet's engine: who looks for weights and layers finds those of the native network."""
+    """The "model" of a ControlNet's engine: its weights and layers are the native network's."""
 
     def __getattr__(self, name: str) -> Any:
         owner = None if name == "_owner" else self.owner
@@ -178,9 +178,9 @@ for _name in ("state_dict", "named_parameters", "named_buffers", "named_modules"
 
 
 class ControlEnginePatcher(EnginePatcher):
-    """The patcher of a ControlNet's engine, which is like no other one.
+    """The patcher of a ControlNet's engine, which never counts as a clone.
 
-    ComfyUI unloads what is like a ControlNet before each run that several GPUs share, to copy it. An engine is not
+    ComfyUI unloads clones of a ControlNet before each run that several GPUs share, to copy them. An engine is not
     copied, and stays open.
     """
 
@@ -195,12 +195,12 @@ class ControlEnginePatcher(EnginePatcher):
 
 
 class ControlPatcher(ControlEnginePatcher):
-    """The patcher of an engine-backed CONTROL_NET. Clones share the engine; all that is not of it is ``native``'s.
+    """The patcher of an engine-backed CONTROL_NET. Clones share the engine; all else is ``native``'s.
 
     Attributes:
         native: ComfyUI loads it where the engine is not valid for its patches.
-        last: the one of all that share the weights that ComfyUI loaded last: its patches act, as in native. Deep
-            copies have another one: native ones have weights of their own.
+        last: of all patchers that share the weights, the one loaded last: its patches act, as in native. Deep copies
+            have their own, as native deep copies have weights of their own.
     """
 
     _own = frozenset({"model", "size", "load_device", "offload_device", "parent"})
@@ -241,7 +241,7 @@ class ControlPatcher(ControlEnginePatcher):
 
 Last = list["weakref.ref[ControlPatcher]"]
 _last: weakref.WeakKeyDictionary[torch.nn.Module, Last] = weakref.WeakKeyDictionary()
-"""Of each native network, for its patchers that are no deep copies."""
+"""Native network -> the ``Last`` of its patchers that are no deep copies."""
 
 
 def keep(patcher: EnginePatcher, prompt_id: str) -> None:
@@ -255,7 +255,7 @@ def keep(patcher: EnginePatcher, prompt_id: str) -> None:
         _kept.popitem(last=False)
 
 
-def keep_beside(module: torch.nn.Module, role: str, patcher: EnginePatcher) -> None:
+def keep_with_module(module: torch.nn.Module, role: str, patcher: EnginePatcher) -> None:
     """Keep the session of a live network, which uses the native module's weights, as long as the module lives.
 
     Nothing here refers to the module, so ComfyUI may free the model at any time.

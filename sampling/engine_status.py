@@ -1,4 +1,4 @@
-"""Status of a node's engine in words, and what it lacks for the calls that the graph and the last run ask for."""
+"""Status of a node's engine in words, and missing engines for the calls of the graph and the last run."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .engine_handle import EngineHandle
 
 
 def requested_calls(handle: EngineHandle) -> RequestedCalls:
-    """The calls that a node wants engines for: by its settings, its graph and its last run."""
+    """The calls that a node needs engines for: by its settings, its graph and its last run."""
     run = last_run(handle.node_key) if handle.node_key else None
     if run is None:
         return RequestedCalls(handle.choice.profile, handle.choice.pictures)
@@ -37,7 +37,7 @@ def lacks_engine(handle: EngineHandle) -> bool:
 
 
 def to_build(handle: EngineHandle, rebuild: Sequence[Engine] = ()) -> list[BuildSizes]:
-    """List what should be built for a node; engines of other backends keep the calls that they serve."""
+    """List the sizes to build for a node; engines of other backends keep the calls that they serve."""
     found, calls = handle.found, requested_calls(handle)
     if found is None or found.builder is None:
         return []
@@ -49,7 +49,7 @@ def to_build(handle: EngineHandle, rebuild: Sequence[Engine] = ()) -> list[Build
 
 
 def _beyond(part: BuildSizes, engine: Engine, calls: RequestedCalls) -> BuildSizes | None:
-    """Return what of a part an engine of another backend does not serve, or None."""
+    """Return the part of some sizes that an engine of another backend does not serve, or None."""
     identity = engine.manifest.identity
     profile, symbols = identity.profile, symbols_of(identity.architecture)
     if part.again:
@@ -61,7 +61,7 @@ def _beyond(part: BuildSizes, engine: Engine, calls: RequestedCalls) -> BuildSiz
 
 
 def lacks_pictures(handle: EngineHandle) -> bool:
-    """Tell whether pictures that the graph asks for run native."""
+    """Tell whether pictures of the graph run native."""
     if handle.session is None:
         return True
     architecture, profile = handle.network.architecture(), handle.choice.profile
@@ -88,7 +88,7 @@ def status(handle: EngineHandle) -> str:
 
 
 def _not_compiled(handle: EngineHandle) -> str:
-    """Name the calls that are asked for and that no file is for."""
+    """Name the requested calls without a compiled file."""
     calls = [call for part in to_build(handle) for call in part.calls]
     architecture = handle.network.architecture()
     words = dict.fromkeys(words_of(architecture, file_sizes(architecture, call)) for call in calls)

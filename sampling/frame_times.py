@@ -6,7 +6,7 @@ from collections import OrderedDict, deque
 from collections.abc import Collection
 
 MOST = 10_000
-"""Frames of a stream that its figures are about, the latest."""
+"""Number of a stream's latest frames that its figures cover."""
 MAX_STREAMS = 64
 """Streams remembered; the oldest is forgotten first."""
 
@@ -16,8 +16,8 @@ class FrameTimes:
 
     Attributes:
         count: pictures given so far.
-        repeated: those of them that are the picture of a frame before, because the frames were alike.
-        again: those of them that native made again, because an engine gave values that are no numbers.
+        repeated: pictures that repeat an earlier picture, because the frames were alike.
+        again: pictures that native made again, because an engine gave NaN.
         one_by_one: why each frame is a sampling of its own, as stock nodes do it; empty if it is not.
         steps_apart: why the steps of its frames are no batch although they were to be, a sentence.
     """
@@ -33,7 +33,7 @@ class FrameTimes:
         self._ms.append(ms)
 
     def percentile(self, percent: float) -> float:
-        """Return the time that so many percent of the frames took at most; 0 without frames."""
+        """Return the percentile of the frames' times; 0 without frames."""
         ordered = sorted(self._ms)
         return ordered[min(len(ordered) - 1, int(len(ordered) * percent / 100))] if ordered else 0.0
 
@@ -52,12 +52,12 @@ class FrameTimes:
     def sentence(self) -> str:
         """Return the figures for people."""
         p50, p95, p99 = (f"{self.percentile(percent):.1f}" for percent in (50, 95, 99))
-        told = f"Stream: {self.count} frames, {self.fps:.1f} a second; p50 {p50} ms, p95 {p95} ms, p99 {p99} ms"
+        text = f"Stream: {self.count} frames, {self.fps:.1f} a second; p50 {p50} ms, p95 {p95} ms, p99 {p99} ms"
         if self.repeated:
-            told += f"; {self.repeated} repeated, because their frames were alike"
+            text += f"; {self.repeated} repeated, because their frames were alike"
         if self.again:
-            told += f"; {self.again} made again at normal speed"
-        return " ".join(filter(None, (f"{told}.", self.one_by_one, self.steps_apart)))
+            text += f"; {self.again} made again at normal speed"
+        return " ".join(filter(None, (f"{text}.", self.one_by_one, self.steps_apart)))
 
 
 _streams: OrderedDict[tuple[str, str], FrameTimes] = OrderedDict()

@@ -23,14 +23,14 @@ from ..comfy_model.whose_code import makes_hints_as_comfyui
 from ..sessions.cuda_capture import in_larger_graph
 
 LARGEST = 32 << 20
-"""Bytes of the largest hint that is kept, and of the largest image: 20 and 10 pictures of 512 by 512 pixels."""
+"""Most bytes of a kept hint, and of its image: 20 and 10 pictures of 512 by 512 pixels."""
 
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(frozen=True)
 class _Kept:
-    """A hint with all that it was made of, and its version: one that was written to since is not used."""
+    """A hint with its sources, and its version: a hint that was written to since is not used."""
 
     made_with: Hashable
     image: torch.Tensor
@@ -89,9 +89,9 @@ def counting_versions(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def lacks_hint(control: ControlNet, x_noisy: torch.Tensor) -> bool:
-    """Tell whether an engine-backed control still needs a hint of the picture's size that only ComfyUI's code makes.
+    """Tell whether an engine-backed control still needs a hint that only ComfyUI's code makes.
 
-    That is its image resized, preprocessed and converted.
+    Such a hint is the image resized, preprocessed and converted.
     """
     if type(control) is not ControlNet or not isinstance(getattr(control.control_model, "hints", None), KeptHints):
         return False
@@ -110,7 +110,7 @@ def make_hints(controls: Iterable[ControlNet], x_noisy: torch.Tensor) -> list[Co
     """Give these controls without a hint the hints that are known or plain copies of their images.
 
     Returns:
-        Controls whose hint is new, or made by ComfyUI in this call: to be given to ``keep_hints`` afterwards.
+        Controls whose hint is new, or made by ComfyUI in this call; ``keep_hints`` takes them afterwards.
     """
     new = []
     for control in controls:
@@ -171,7 +171,7 @@ def _only_copies(control: ControlNet, x_noisy: torch.Tensor) -> bool:
 
 
 def _made_with(control: ControlNet, x_noisy: torch.Tensor) -> Hashable:
-    """Return all that a hint depends on besides the image."""
+    """Return a key of all that a hint depends on besides the image."""
     size, device = _size(control, x_noisy), x_noisy.device
     return size, control.upscale_algorithm, control.preprocess_image, _dtype(control), device
 

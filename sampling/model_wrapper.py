@@ -22,7 +22,7 @@ from ..comfy_model.comfyui_shims import outside_recording
 from ..comfy_model.network import NativeNetwork
 from ..comfy_model.weight_patches import WeightPatches
 from ..engine_library import Fallback, Reason
-from . import Shared
+from . import NotCopied
 from .call_stats import open_stats, timed
 from .control_stack import LateControl, bound_unread, run_stacks_at_once
 from .device_inputs import call_on_device, sample_on_device
@@ -41,11 +41,11 @@ if TYPE_CHECKING:
 
 KEY = "hybrid_trt"
 
-STRANGER = "a second model without TRT Sampler Patch"
-"""Name for counted calls of another model within the sampling of a patched one."""
+SECOND_MODEL = "a second model without TRT Sampler Patch"
+"""Name for counted calls of another model within the sampling of a patched model."""
 
 FUNCTION = "model_function_wrapper"
-"""Key in model_options of another node's function that ComfyUI calls in the place of a model."""
+"""Key in model_options of another node's function that ComfyUI calls in place of a model."""
 
 _PACK = re.compile(r".*[\\/]custom_nodes[\\/]([^\\/]+)")
 
@@ -54,10 +54,10 @@ _bases: weakref.WeakKeyDictionary[torch.nn.Module, weakref.ref[BaseModel]] = wea
 
 
 def patch_model(model: ModelPatcher, handle: EngineHandle, refusal: Fallback | None = None) -> ModelPatcher:
-    """Return a clone of ``model`` whose UNet calls go to the handle's engine whenever it can serve them.
+    """Return a clone of ``model`` whose UNet calls run on the handle's engine whenever it can serve them.
 
     Args:
-        refusal: a reason against the engine in all calls, for example that it is another model's.
+        refusal: a reason against the engine in all calls, for example an engine of another model.
     """
     patched = model.clone()
     router = BackboneRouter(patched, handle, refusal)
@@ -132,8 +132,8 @@ def encodes_prompts(model: ModelPatcher) -> bool:
     return any(isinstance(router, BackboneRouter) and router._handle.encodes_prompts for router in routers)
 
 
-class BackboneRouter(Shared):
-    """A DIFFUSION_MODEL wrapper that puts the engine in the place of the native forward.
+class BackboneRouter(NotCopied):
+    """A DIFFUSION_MODEL wrapper that replaces the native forward by the engine.
 
     It replaces ``executor.original`` and goes on. So wrappers of other nodes still run around the engine, for example
     EasyCache, which decides if the engine is called at all.
@@ -142,7 +142,7 @@ class BackboneRouter(Shared):
     def __init__(self, model: ModelPatcher, handle: EngineHandle, refusal: Fallback | None):
         self._base = model.model
         _bases[_uncompiled(self._base.diffusion_model)] = weakref.ref(self._base)
-        # an engine has the weights of its own node, not those of a model that was patched on the way here
+        # an engine has the weights at its own node, without patches that came later
         theirs = handle.network.patcher
         self._weight_patches = WeightPatches(theirs if theirs.model is self._base else model)
         self._handle = handle
@@ -192,7 +192,7 @@ class BackboneRouter(Shared):
         return executor(*args, **kwargs) if context is None else context.run(executor, *args, **kwargs)
 
     def _route(self, native: Callable[..., torch.Tensor], /, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Serve a call of our backbone: its forward's arguments and result."""
+        """Serve a call of our backbone, with its forward's arguments and result."""
         handle, patcher = self._handle, self._base.current_patcher
         self.reached.calls += 1
         given = by_name(self._arguments, args, kwargs)
@@ -217,14 +217,14 @@ class BackboneRouter(Shared):
         return self._handle.bind(given)
 
     def _pass_by(self, native: Callable[..., torch.Tensor], called_on: object, /, *args: Any, **kwargs: Any) -> Any:
-        """Serve a call of another backbone with native, and count it by itself."""
+        """Serve a call of another backbone with native, and count it separately."""
         handle = self._handle
         self.reached.calls += 1
         given = by_name(forward_arguments(type(_uncompiled(called_on))), args, kwargs)
         if on_several_gpus(given.get("transformer_options") or {}):
             handle.serve(self._refusal or SEVERAL_GPUS, _never)
             return run_native(lambda: native(*args, **kwargs), handle.stats, handle.network.device)
-        stats = open_stats(Role.BACKBONE.value, STRANGER, handle.node_id, device=handle.network.device)
+        stats = open_stats(Role.BACKBONE.value, SECOND_MODEL, handle.node_id, device=handle.network.device)
         stats.count_native(Fallback(Reason.OTHER_MODEL, "the call is for another model, or a copy of ours"))
         with timed(stats.times):
             result = native(*args, **kwargs)
@@ -243,7 +243,7 @@ class BackboneRouter(Shared):
         return _why_patched(handle.network, options)
 
     def _as_compiled(self, native: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-        """Return native's forward, compiled if another node compiles the UNet, because that cannot trace through us."""
+        """Return native's forward, compiled if another node compiles the UNet: that cannot trace our wrapper."""
         patcher = self._base.current_patcher
         if patcher is None or not hasattr(self._base.diffusion_model, "_orig_mod"):
             return native
@@ -259,10 +259,10 @@ class BackboneRouter(Shared):
         return called_on is unet or called_on is _uncompiled(unet)
 
 
-class Reached(Shared):
+class Reached(NotCopied):
     """Counts the sampling steps in which a patched model's UNet was not called, because another node computes it.
 
-    Step caches leave out steps too, but they call the UNet at least once, and do not take the model's place.
+    Step caches leave out steps too, but they call the UNet at least once, and do not replace the model.
 
     Attributes:
         calls: number of calls of the UNet so far.
@@ -286,7 +286,7 @@ class Reached(Shared):
         return result
 
     def step(self, executor: WrapperExecutor, model: Any, conds: Any, x: Any, timestep: Any, options: dict) -> Any:
-        """Notice a function in the model's place that did not call the UNet; a CALC_COND_BATCH wrapper."""
+        """Notice a function that replaced the model and did not call the UNet; a CALC_COND_BATCH wrapper."""
         if FUNCTION not in options:
             return executor(model, conds, x, timestep, options)
         before = self.calls
@@ -302,7 +302,7 @@ class Reached(Shared):
 
 
 def _who(function: Any) -> str:
-    """Return words for the code that computes instead, with the folder of its pack if known."""
+    """Return words for the code that computed instead, with the folder of its pack if known."""
     module = sys.modules.get(getattr(function, "__module__", None) or "")
     found = _PACK.match(getattr(module, "__file__", None) or "")
     pack = f" ({found[1]})" if found else ""
@@ -329,7 +329,7 @@ def _uncompiled(unet: torch.nn.Module) -> torch.nn.Module:
 
 
 def _router_of(unet: object) -> BackboneRouter | None:
-    """Return the router of the patched model that a UNet is being sampled for, or None."""
+    """Return the router of the patched model whose UNet is being sampled, or None."""
     known = _bases.get(unet) if isinstance(unet, torch.nn.Module) else None
     base = known() if known is not None else None
     patcher = getattr(base, "current_patcher", None)
@@ -344,7 +344,7 @@ def _plan(
     patcher: ModelPatcher,
     options: Mapping,
 ) -> bool:
-    """Look the engine up for a run that ComfyUI plans. True if native's weights would not be used in it.
+    """Look the engine up for a run that ComfyUI plans. True if the run would not use native's weights.
 
     This is a forecast before the first call: an engine with weights of its own is expected to serve all calls.
     """
@@ -357,7 +357,7 @@ def _plan(
 
 
 def _why_patched(network: NativeNetwork, options: Mapping) -> Fallback | None:
-    """Return the reason why native serves a call whose inside another node has patched, or None."""
+    """Return the reason why native serves a call that another node has patched inside, or None."""
     if (fallback := network.why_patched(options.get("patches", {}))) is not None:
         return fallback
     for name, patches in options.get("patches_replace", {}).items():

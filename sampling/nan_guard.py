@@ -2,8 +2,8 @@
 
 A run of a patched model is checked at its end, so no step waits for the GPU; if it fails, native samples again. A NaN
 in a ControlNet's residuals shows in the UNet's result, on an engine or native. Without a sampler patch there is no end
-of a run to check. There each call of a ControlNet is checked before ComfyUI gets its result, which waits for the GPU,
-and native does the call again.
+of a run to check. Then each call of a ControlNet is checked before ComfyUI gets its result, which waits for the GPU,
+and native repeats the call.
 """
 
 from __future__ import annotations
@@ -58,11 +58,11 @@ class Watch:
         self._sums[result.device] = total if known is None else known.add_(total)
 
     def sums(self) -> list[torch.Tensor]:
-        """Return the sums, for whoever looks at them later."""
+        """Return the sums, for later checks."""
         return list(self._sums.values())
 
     def finite(self) -> bool:
-        """Tell whether all results were finite. Waits for the GPU: to be asked once, at the end."""
+        """Tell whether all results were finite. Waits for the GPU: call it once, at the end."""
         return all(bool(torch.isfinite(total)) for total in self._sums.values())
 
 
@@ -75,8 +75,8 @@ def watch(result: torch.Tensor, by_engine: bool = True) -> None:
         run.engines = run.engines or by_engine
 
 
-def watched(call: EngineCall) -> EngineCall:
-    """Have a ControlNet's or a VAE's call checked: at the end of the run, or at once outside of a watched run."""
+def checked_for_nan(call: EngineCall) -> EngineCall:
+    """Return a ControlNet's or a VAE's call with a check for NaN: at the end of a watched run, else at once."""
     run = _watch.get()
     if run is None:
         call.finish = partial(_numbers, call.finish)
@@ -87,7 +87,7 @@ def watched(call: EngineCall) -> EngineCall:
 
 @contextlib.contextmanager
 def watched_apart() -> Iterator[Watch]:
-    """Watch the calls inside by themselves, for a caller that looks at their sums; the run's own watch misses them."""
+    """Watch the calls inside separately, for a caller that checks their sums; the run's own watch misses them."""
     run = Watch()
     token = _watch.set(run)
     try:
@@ -128,8 +128,8 @@ def why_again() -> Fallback | None:
 
 
 def redo_unless_finite(executor: WrapperExecutor, *args: Any, **kwargs: Any) -> Any:
-    """Sample, and once more with native alone if an engine gave a NaN; an OUTER_SAMPLE wrapper."""
-    if _watch.get() is not None:  # a sampling inside of another one
+    """Sample, and again with native only if an engine gave a NaN; an OUTER_SAMPLE wrapper."""
+    if _watch.get() is not None:  # a sampling inside another sampling
         return executor(*args, **kwargs)
     guider, run = executor.class_obj, Watch()
     conds = {name: [dict(cond) for cond in group] for name, group in guider.conds.items()}  # sampling changes them
@@ -156,7 +156,7 @@ def _is_finite(result: Any) -> bool:
 
 
 def _blame_no_engine() -> None:
-    """Tell of the node that samples that the normal model's values are no numbers either."""
+    """Report on the sampling node that the normal model gives NaN too."""
     log.warning("Hybrid TRT: %s, so no engine is at fault", NATIVE_TOO)
     if (context := executing()) is not None:
         for row in prompt_stats(context.prompt_id, [context.node_id]):

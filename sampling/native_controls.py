@@ -1,4 +1,4 @@
-"""ControlNets of kinds that no engine serves: they run as they are, and the report counts their calls."""
+"""ControlNets of kinds that no engine serves: they run unchanged, and the report counts their calls."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class CountedNetwork:
             return self.native(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
-        """Return what else others read of the native module."""
+        """Return other attributes of the native module."""
         if name == "native":  # while a copy is being made
             raise AttributeError(name)
         return getattr(self.native, name)

@@ -1,6 +1,6 @@
 """A native network in a run: the arguments of its calls by name, and changes that other nodes make to it.
 
-Changes are looked for once per run, and in each call as far as that is quick.
+Each run looks for changes once, and each call makes the quick checks.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class NetworkWatch:
         self._patchers = [part.patcher for part in network.parts]
         self._run: SamplingRun | None = None  # the last run in which the network was checked
         self._changed: Fallback | None = None  # the result of that check
-        self._editions: list[int] = []  # those of the weights when the engine was looked up
+        self._editions: list[int] = []  # editions of the weights when the engine was looked up
 
     def begin(self) -> None:
         """Remember the state of the weights while the engine is looked up, which has checked the layers."""
@@ -60,7 +60,7 @@ class NetworkWatch:
     def changed(self) -> Fallback | None:
         """Return the reason why the network of this call is no longer the engine's, or None. Quick.
 
-        Where ComfyUI samples alone nobody can change it within a run.
+        If no other pack's code takes part, nothing can change it within a run.
         """
         if self._run is not None and self._run.comfyuis_alone:
             return self._changed
@@ -81,7 +81,7 @@ def arguments_of(network: NativeNetwork) -> Sequence[str]:
 
 @functools.cache
 def forward_arguments(kind: type) -> tuple[str, ...]:
-    """Return the same from the signature of a class, which other packs may have changed."""
+    """Return these names from the signature of a class, which other packs may have changed."""
     parameters = list(inspect.signature(kind.forward).parameters.values())[1:]
     return tuple(p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD)
 
@@ -105,7 +105,7 @@ def _copied(control: Mapping | None) -> dict | None:
 
 
 def run_native(call: Callable[[], Any], stats: CallStats, device: torch.device) -> Any:
-    """Make a call that no engine serves, timed with the others.
+    """Make a call that no engine serves, timed like the engine's calls.
 
     Args:
         call: made a second time, with every engine closed, when memory is short.

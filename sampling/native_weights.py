@@ -4,13 +4,13 @@ ComfyUI has two ways of loading:
 
 * *Dynamic VRAM* (the default on NVIDIA cards): loading only stages weights. Each layer fetches its own when it is
   called, and gives them up when memory is short. Layers that are not called hold nothing. But beside an engine ComfyUI
-  would free memory for all of them and evict the text encoder and the VAE: here it is told that they need none. It
+  would free memory for all of them and evict the text encoder and the VAE: here ComfyUI sees that they need none. It
   would also stage them again for each run, layer by layer: here staged weights stay.
 * *Otherwise* ComfyUI would load all weights before each run. Here it loads them in its own low-memory way, with no
   bytes on the GPU. Native works in that state, only slowly, because each layer's weights are copied in each call. So
-  anybody may call native; a call of ours first has the weights loaded as usual. Where native runs repeatedly, weights
-  are not moved each time: the run after such a call loads them at its start, and weights that others loaded again stay
-  until ComfyUI needs the memory.
+  other code may call native; our own calls first load the weights as usual. Where native runs repeatedly, weights are
+  not moved each time: the run after such a call loads them at its start, and weights that ComfyUI loaded again stay
+  until it needs the memory.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from ..architectures.model_patches import models_of
 from ..comfy_model.comfyui_internals import Feature, works
 from ..comfy_model.comfyui_shims import knows_pins
 from ..comfy_model.weight_formats import patches_rounded
-from . import Shared
+from . import NotCopied
 
 if TYPE_CHECKING:
     from comfy.controlnet import ControlBase
@@ -44,18 +44,18 @@ ALMOST_NOTHING = 0.1
 EVERYTHING = 1e32
 
 _staged: weakref.WeakKeyDictionary[torch.nn.Module, Any] = weakref.WeakKeyDictionary()
-"""Model -> the weight patches (``patches_uuid``) that it was staged with, if nothing else was patched."""
+"""Model -> the weight patches (``patches_uuid``) that it was staged with, if it has no other patches."""
 
 
 class OffloadedPatcher:
     """Stands for a patcher while ComfyUI loads models: makes the model ready to run with its weights off the device.
 
-    All else is the patcher's own, so ComfyUI sees and may free what is on the device.
+    All else is the patcher's own, so ComfyUI sees weights on the device and may free them.
     """
 
     def __init__(self, native: ModelPatcher):
         self.native = native
-        self.parent = native  # ComfyUI uses this one when the stand-in is gone
+        self.parent = native  # ComfyUI uses the parent when the stand-in is gone
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.native, name)
@@ -65,11 +65,11 @@ class OffloadedPatcher:
         return self.native.loaded_size() if self.native.is_dynamic() else 0
 
     def model_patches_models(self) -> list[ModelPatcher]:
-        """Return the models that patches need on the device, without those that the engine computes itself."""
+        """Return the models that patches need on the device, without models that the engine replaces."""
         native = self.native
         needed = native.model_patches_models()
         if native.is_dynamic():
-            return needed  # they hold nothing there until they are called
+            return needed  # these hold nothing there until they are called
         patches = native.model_options["transformer_options"].get("patches", {})
         inside = [id(model) for given in patches.values() for patch in given for model in models_of(patch)]
         return [model for model in needed if id(model) not in inside]
@@ -85,7 +85,7 @@ class OffloadedPatcher:
             return stage(native, device_to)
         before = native.loaded_size()
         if before == 0 and model.model_lowvram and model.current_weight_patches_uuid == native.patches_uuid:
-            # all is off the device already; to check each layer would take longer than a step
+            # all weights are off the device already; a check of each layer would take longer than a step
             _patch_objects(native)
         else:
             native.partially_load(device_to, -EVERYTHING if before else ALMOST_NOTHING)
@@ -115,7 +115,7 @@ def stage(native: ModelPatcher, device: torch.device) -> None:
 
 
 def _is_staged(native: ModelPatcher, device: torch.device) -> bool:
-    """Tell whether a model is as ``stage`` left it for the same weight patches; checks each small weight."""
+    """Tell whether a model is still staged for the same weight patches; checks each small weight."""
     model = native.model
     if _staged.get(model) != native.patches_uuid or not _patches_nothing_but_weights(native):
         return False
@@ -128,14 +128,14 @@ def _is_staged(native: ModelPatcher, device: torch.device) -> bool:
 
 
 def _patches_nothing_but_weights(native: ModelPatcher) -> bool:
-    """Tell whether nothing else changes the model, its layers or how it is loaded."""
+    """Tell whether no other patch changes the model, its layers or its loading."""
     if native.object_patches or native.object_patches_backup or native.injections or native.forced_hooks is not None:
         return False
     return not native.get_all_callbacks(CallbacksMP.ON_LOAD)
 
 
 def _patch_objects(native: ModelPatcher) -> None:
-    """Do what loading does beside moving weights."""
+    """Do the other work of loading, without moving weights."""
     with native.use_ejected(skip_and_inject_on_exit_only=True):
         native.unpatch_model(native.offload_device, unpatch_weights=False)
         native.patch_model(load_weights=False)
@@ -153,8 +153,8 @@ def _pinned_memory(native: ModelPatcher) -> dict | None:
     return getattr(native.model, "dynamic_pins", {}).get(native.load_device)
 
 
-class NativeWeights(Shared):
-    """Place of one sampler patch's native weights, run by run.
+class NativeWeights(NotCopied):
+    """Controls where one sampler patch's native weights are, run by run.
 
     It refers to patchers only during a run: they refer to it, and ComfyUI counts references to free models.
     """
@@ -190,7 +190,7 @@ class NativeWeights(Shared):
             return executor(model, noise_shape, conds, **rest)
         if not model.is_dynamic():
             loaded = model.loaded_size() > 0
-            if loaded and self._gave_back:  # others loaded them again: they stay until ComfyUI needs the memory
+            if loaded and self._gave_back:  # ComfyUI loaded them again: they stay until it needs the memory
                 return executor(model, noise_shape, conds, **rest)
             self._gave_back = loaded
         self._memory = _memory_for(model, noise_shape, conds)
@@ -200,7 +200,7 @@ class NativeWeights(Shared):
         return executor(self._stand_in, noise_shape, conds, **rest)
 
     def bring(self) -> None:
-        """Load native's weights for a call, the rest of this run, and from the start of the next run."""
+        """Load native's weights for a call and the rest of this run; the next run loads them at its start."""
         self._wanted = True
         if self._stand_in is None:
             return
@@ -224,7 +224,7 @@ def _may_wait(model: ModelPatcher, conds: dict[str, list], model_options: Mappin
         return False
     if model.model.current_patcher is not None:  # another guider is sampling with these weights
         return False
-    if not model.is_dynamic() and patches_rounded(model):  # off the device they would not be rounded: another picture
+    if not model.is_dynamic() and patches_rounded(model):  # off the device they would not be rounded
         return False
     if model.get_additional_models_with_key("multigpu") or "registered_hooks" in model_options:
         return False

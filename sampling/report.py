@@ -27,7 +27,7 @@ NOTHING = (
     "ComfyUI's cache."
 )
 SLOW_START = 3
-"""A first call slower than this many usual ones is shown apart: it loaded the engine or the model."""
+"""A first call slower than this many usual calls is shown apart: it loaded the engine or the model."""
 MAX_DETAIL = 90
 _PATH = re.compile(r"(?:[A-Za-z]:[\\/]|\\\\|(?<![\w./])/)[^\s;,:()\"']*[\\/]([^\s;,:()\"'\\/]+)")
 
@@ -47,13 +47,13 @@ Font = ImageFont.FreeTypeFont | ImageFont.ImageFont
 
 
 def as_drawn(rows: Iterable[CallStats], drawn: Callable[[str], str]) -> list[CallStats]:
-    """Merge the stats of nodes that ComfyUI copied, for example one per iteration of a loop, into those of one node.
+    """Merge the stats of nodes that ComfyUI copied, for example one per iteration of a loop, into a node's.
 
     Args:
         drawn: id of a node -> id of its node in the user's graph.
 
     Returns:
-        One for each network and sampling node of the user's graph, in the order of their first calls.
+        Stats for each network and sampling node of the user's graph, in the order of their first calls.
     """
     found: dict[tuple[str, ...], list[CallStats]] = {}
     for row in rows:
@@ -95,9 +95,9 @@ class Verdict:
             that run side by side make it longer than the sampling.
         native: number of native calls.
         advice: advice where no build helps, or empty.
-        uncompiled: sizes that engines were called with but not compiled for, in words.
-        calls: number of calls on engines and of all, where a network had both kinds; else empty.
-        faster: native's time as a multiple of the engines', by what was timed when they were built; 0 if not known.
+        uncompiled: sizes of calls that engines were not compiled for, in words.
+        calls: number of calls on engines and of all calls, where a network had both kinds; else empty.
+        faster: native's time as a multiple of the engines', as timed when they were built; 0 if not known.
     """
 
     networks: int
@@ -111,17 +111,17 @@ class Verdict:
     faster: float = 0.0
 
     def __str__(self) -> str:
-        told = f"Accelerated: {self.on_engines} of {plural(self.networks, 'model')}"
+        text = f"Accelerated: {self.on_engines} of {plural(self.networks, 'model')}"
         if not self.native:
             if self.faster:
-                told = f"{told}, about {self.faster:.1f}x faster than without"
+                text = f"{text}, about {self.faster:.1f}x faster than without"
             elif self.ms:
-                told = f"{told}, {times(self.ms)} in all"
-            return f"{told}. -> Build for {'; '.join(self.uncompiled)}" if self.uncompiled else told
-        told += f", {self.calls} calls" if self.calls else ""
+                text = f"{text}, {times(self.ms)} in all"
+            return f"{text}. -> Build for {'; '.join(self.uncompiled)}" if self.uncompiled else text
+        text += f", {self.calls} calls" if self.calls else ""
         took = f"about {times(self.ms)}" if self.ms else plural(self.native, "call")
         todo = f"Build {plural(len(self.missing), 'missing engine')}" if self.missing else self.advice
-        return f"{told}; {took} at normal speed." + (f" -> {todo}" if todo else "")
+        return f"{text}; {took} at normal speed." + (f" -> {todo}" if todo else "")
 
 
 def verdict(rows: Sequence[CallStats]) -> Verdict:
@@ -164,7 +164,7 @@ def report_text(rows: Sequence[CallStats], streams: Sequence[FrameTimes] = ()) -
 
 
 def line(row: CallStats) -> str:
-    """A network in one line."""
+    """Describe a network in one line."""
     return f"{short_name(row.name)}: {served(row)}"
 
 
@@ -234,9 +234,9 @@ def _uncompiled(row: CallStats) -> str:
     if not row.uncompiled:
         return ""
     several = len(row.uncompiled) > 1 or sum(row.uncompiled.values()) < row.engine
-    told = [f"{count} x {call.words}" if several else call.words for call, count in row.uncompiled.items()]
+    calls = [f"{count} x {call.words}" if several else call.words for call, count in row.uncompiled.items()]
     how = "as a CUDA graph" if next(iter(row.uncompiled)).ran == "graph" else "eagerly"
-    return f" (not compiled for {'; '.join(told)}: ran {how})"
+    return f" (not compiled for {'; '.join(calls)}: ran {how})"
 
 
 def _reasons(row: CallStats) -> list[str]:
@@ -256,7 +256,7 @@ def _slowest(rows: Sequence[CallStats]) -> list[str]:
     if any(row.beside for row in rows):
         return []
     usual: dict[str, float] = {}
-    for row in rows:  # of a network one for each sampler
+    for row in rows:  # a network has a row for each sampler
         if ms := row.ms():
             usual[row.name] = usual.get(row.name, 0.0) + median(ms) * len(ms)
     if len(usual) < 2:

@@ -1,7 +1,7 @@
 """The node execution and the sampling run that a call is part of.
 
-Other packs' code that runs between two steps can change the layers of a network. Where ComfyUI samples alone nobody
-can, and engines need not check for it in each call.
+Other packs' code that runs between two steps can change the layers of a network. If no other
+pack's code takes part, engines need not check for it in each call.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _latest: ExecutionContext | None = None
 def executing() -> ExecutionContext | None:
     """Return the node execution that the caller runs in: one object for each execution of a node.
 
-    ComfyUI sets it in the thread that it calls a node in. For threads that a node starts it is the node that runs now.
+    ComfyUI sets it in a node's own thread. Threads that a node starts belong to the node that runs now.
     """
     global _latest
     context = get_executing_context() or _lent or _running_node(_latest)
@@ -64,7 +64,7 @@ def _running_node(known: ExecutionContext | None) -> ExecutionContext | None:
     registry = progress.global_progress_registry
     if registry is None:
         return None
-    nodes = registry.nodes.copy()  # the thread that runs the nodes adds some
+    nodes = registry.nodes.copy()  # the thread that runs the nodes may add entries
     running = [name for name, node in nodes.items() if name and node["state"] is progress.NodeState.Running]
     # known first: a sampling in such a thread reports its progress under the id that the page shows
     if known is not None and known.prompt_id == registry.prompt_id and known.node_id in running:
@@ -78,7 +78,7 @@ class SamplingRun:
 
     Attributes:
         comfyuis_alone: True if no other pack's code was found to take part.
-        tensors: results about its prompts.
+        tensors: cached results from its prompts.
     """
 
     comfyuis_alone: bool
@@ -108,19 +108,19 @@ def as_run(executor: WrapperExecutor, *args: Any, **kwargs: Any) -> Any:
 
 
 def in_run(context: Context | None) -> Context | None:
-    """Return a context to make a call in, where this thread belongs to no run although one is under way."""
+    """Return a context for a call, where this thread belongs to no run although a run is under way."""
     return None if context is None or current_run() is not None else context.copy()
 
 
 def tensors_of_run() -> SteadyTensors | None:
-    """Return what is known of the prompts of the run that the caller is part of, or None outside of one."""
+    """Return the cached tensors of the caller's run, or None outside of a run."""
     run = current_run()
     return None if run is None else run.tensors
 
 
 @contextlib.contextmanager
 def inside(run: SamplingRun) -> Iterator[None]:
-    """Make the calls inside part of a run."""
+    """Make the calls inside the block part of a run."""
     token = _current.set(run)
     try:
         yield
@@ -129,13 +129,13 @@ def inside(run: SamplingRun) -> Iterator[None]:
 
 
 _stock: dict[object, dict[str, Any]] = {}
-"""Modules and classes in which no other pack's function was found, each with what lay in it then."""
+"""Modules and classes without functions of other packs -> their contents at that check."""
 
 
 def others_take_part(guider: Any, given: Iterable[Any]) -> bool:
     """Tell whether other packs' code can run during a sampling.
 
-    That is a sampler, guider, callback, wrapper or control of theirs, or a function in the place of ComfyUI's own.
+    Such code is a sampler, guider, callback, wrapper or control, or a replacement of ComfyUI's own function.
     """
     import comfy.samplers
     from comfy import sampler_helpers

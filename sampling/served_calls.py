@@ -1,4 +1,4 @@
-"""Calls that engines served: counted, and listed for whoever repeats them as a part of a larger CUDA graph."""
+"""Calls that engines served: counted, and listed for larger CUDA graphs that repeat them."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class ServedCall:
     """A call that an engine served.
 
     Attributes:
-        session: the handle's; ``served`` is the one of its parts that served.
-        patcher: with which ComfyUI sampled, or None for the network's own.
+        session: the handle's session; ``served`` is the part of it that served.
+        patcher: the patcher that ComfyUI sampled with, or None for the network's own.
         beside: whether it started beside ControlNets and waited for them on the way.
     """
 
@@ -48,7 +48,7 @@ class ServedCall:
         stats.engine_name = served.name
 
     def state(self) -> Hashable | None:
-        """Return what the engine computes with; None if it would not serve the call again, or if calls are timed."""
+        """Return a key of the engine's state; None if it would not serve the call again, or if calls are timed."""
         handle = self.handle
         stats = handle.begin_run(self.patcher)
         if stats is not self.stats or stats.times is not None or handle.session is not self.session:
@@ -69,7 +69,7 @@ _listed: ContextVar[Calls | None] = ContextVar("hybrid_trt_listed_calls", defaul
 
 @contextlib.contextmanager
 def calls_listed() -> Iterator[Calls]:
-    """List the calls inside in order, None for one that native served; the caller has to count those of engines."""
+    """List the calls inside in order, None for native calls; the caller has to count the engines' calls."""
     calls: Calls = []
     token = _listed.set(calls)
     try:

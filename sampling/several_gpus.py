@@ -1,8 +1,8 @@
 """Several GPUs: ComfyUI's copies of a model and of ControlNets on other GPUs get engines of their own there.
 
 *MultiGPU CFG Split* copies the model for each further GPU, and shares the calls of each step among the copies. Each GPU
-has a thread of its own for that. These threads know nothing of the run: they are lent its context, so that they count,
-watch for NaN and leave calls to native as the sampling thread does.
+has its own thread. The threads borrow the run's context, so that they count calls, watch for NaN and leave calls to
+native as the sampling thread does.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ..comfy_model.network import NativeNetwork
 from ..comfy_model.patches_on_gpus import THREAD, PatchesOnGpus
 from ..engine_library import Fallback, Reason
 from ..sessions.cuda_capture import give_back_graph_memory
-from . import Shared
+from . import NotCopied
 from .controlnet import EngineControlModel, back_with_engine
 from .engine_handle import EngineHandle
 from .run_context import in_run
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from comfy.patcher_extension import WrapperExecutor
 
 COPIES = "multigpu"
-"""Under this name a patcher has ComfyUI's copies of its model on other GPUs."""
+"""Key in a patcher of ComfyUI's copies of its model on other GPUs."""
 
 
 SEVERAL_GPUS = Fallback(
@@ -41,11 +41,11 @@ SEVERAL_GPUS = Fallback(
 )
 
 
-class SharedRun(Shared):
-    """A run that several GPUs share: the context of its sampling thread, lent to those of the GPUs until it ends.
+class SharedRun(NotCopied):
+    """A run that several GPUs share: its sampling thread's context, lent to the GPUs' threads until it ends.
 
     Attributes:
-        context: that of the run under way; None while there is none, or where one GPU has it alone.
+        context: the current run's context; None without a run, or where a single GPU samples.
         patches: the model patch of each GPU.
     """
 
@@ -87,7 +87,7 @@ def on_several_gpus(options: Mapping) -> bool:
 
 
 def forget_dead_models() -> None:
-    """Drop models whose patchers are gone from ComfyUI's list: *MultiGPU CFG Split* looks at each one."""
+    """Drop models whose patchers are gone from ComfyUI's list: *MultiGPU CFG Split* visits each of them."""
     if None in model_management.loaded_models():
         model_management.cleanup_models_gc()
 
@@ -95,7 +95,7 @@ def forget_dead_models() -> None:
 def on_its_gpu(handle: EngineHandle, copy: ModelPatcher) -> EngineHandle:
     """Return a handle like ``handle`` for ComfyUI's copy of its model on another GPU.
 
-    The copy's network has the patches of the engine node, not those that were added behind it. Its model patch is that
+    The copy's network has the patches of the engine node, without patches that came later. Its model patch is that
     GPU's own.
     """
     patcher = handle.network.patcher.clone(model_override=copy.get_clone_model_override())
@@ -104,12 +104,12 @@ def on_its_gpu(handle: EngineHandle, copy: ModelPatcher) -> EngineHandle:
     PatchesOnGpus().plan(handle.network.patcher, patcher)
     network = NativeNetwork.of_model(patcher, handle.network.label)
     found = handle.like(replace(network, keeps_tokens=handle.network.keeps_tokens))
-    found.patcher.clone_base_uuid = handle.patcher.clone_base_uuid  # so ComfyUI makes no other one
+    found.patcher.clone_base_uuid = handle.patcher.clone_base_uuid  # so ComfyUI makes no other clone
     return found
 
 
 def _engine_controls(conds: Mapping[str, list], devices: list[torch.device]) -> Iterator[EngineControlModel]:
-    """Iterate over the networks of a run's engine-backed ControlNets, on all GPUs; those that lack are made."""
+    """Iterate over the networks of a run's engine-backed ControlNets, on all GPUs; missing networks are made."""
     for control in {id(one): one for group in conds.values() for cond in group or () for one in _chain(cond)}.values():
         model = getattr(control, "control_model", None)
         if type(control) is not ControlNet or not isinstance(model, EngineControlModel):
@@ -131,7 +131,7 @@ def _chain(cond: Mapping[str, Any]) -> Iterator[Any]:
 
 
 def _control_on(control: ControlNet, model: EngineControlModel, device: torch.device) -> ControlNet:
-    """Return a copy of an engine-backed ControlNet on another GPU, as ComfyUI makes one of a native ControlNet."""
+    """Return a copy of an engine-backed ControlNet on another GPU, as ComfyUI copies a native ControlNet."""
     made = control.copy()
     if device not in model.on_gpus:
         native, before = control.copy(), model.native_patcher

@@ -1,8 +1,8 @@
-"""Prompts as the very same tensors in each step of a run, so that what depends on a prompt alone is computed once.
+"""Prompts as the very same tensors in each step of a run, so that results of a prompt are computed once.
 
 ComfyUI repeats the prompts of a call for the batch, joins them and casts the result, all anew in each step. Here each
-of these gives the tensor of an earlier step where its sources are the same objects, unchanged. Whatever another pack
-puts between two of them is another tensor, which nothing is known of.
+operation returns the tensor of an earlier step where its sources are the same objects, unchanged. A tensor that another
+pack makes in between is a new source.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ import comfy.conds
 import torch
 from comfy.model_management import cast_to_device
 
-from . import Shared
+from . import NotCopied
 
 if TYPE_CHECKING:
     from comfy.patcher_extension import WrapperExecutor
 
     from .device_inputs import Conds
 
-KEPT = 32
-"""Results of a run that are known, the latest."""
+KEPT_RESULTS = 32
+"""Number of a run's latest results that are kept."""
 
 
 @dataclass
@@ -47,12 +47,12 @@ class _Source:
 
 
 class SteadyTensors:
-    """Results that are computed from tensors of a run, each once.
+    """Results from tensors of a run, each computed once.
 
-    They have versions, so that whoever keeps something about one sees whether it was written to.
+    They have versions, so that caches see whether a result was written to.
 
     Args:
-        alone: True where no other pack takes part in the run, so that nobody writes to ComfyUI's tensors.
+        alone: True where no other pack takes part in the run, so that no other code writes to ComfyUI's tensors.
     """
 
     def __init__(self, alone: bool):
@@ -62,10 +62,10 @@ class SteadyTensors:
     def get(
         self, how: Hashable, sources: Sequence[torch.Tensor], compute: Callable[[], torch.Tensor]
     ) -> torch.Tensor:
-        """Return what ``compute`` makes of the sources; the same object while they stay the same objects, unchanged.
+        """Return the result of ``compute``; the same object while the sources stay the same objects, unchanged.
 
         Args:
-            how: names what it does with them.
+            how: key of the operation.
         """
         for name, seen, result, version in self._known:
             if name == how and len(seen) == len(sources) and result._version == version:
@@ -73,10 +73,10 @@ class SteadyTensors:
                     return result
         with torch.inference_mode(False), torch.no_grad():
             result = compute()
-        if result.is_inference():  # a source, or a part of one
+        if result.is_inference():  # a source, or a part of a source
             return result
         seen = [_Source.of(source, self._alone) for source in sources]
-        self._known = [*self._known[1 - KEPT :], (how, seen, result, result._version)]
+        self._known = [*self._known[1 - KEPT_RESULTS :], (how, seen, result, result._version)]
         return result
 
     def release(self) -> None:
@@ -85,7 +85,7 @@ class SteadyTensors:
 
 
 def steady(conds: Conds, tensors: SteadyTensors) -> Conds:
-    """Return the conditionings with conditions that join the same prompts to the same tensor."""
+    """Return the conditionings with conditions that give the same tensor for the same prompts."""
     return [None if group is None else [_steady(cond, tensors) for cond in group] for group in conds]
 
 
@@ -102,7 +102,7 @@ def _steady_kinds() -> dict[type, type]:
 
 
 def _steady_kind(kind: type) -> type:
-    """Return a class that does what a class of conditions does, with ``SteadyTensors``."""
+    """Return a class of conditions that takes its results from ``SteadyTensors``."""
 
     class Steady(kind):
         def __init__(self, cond: torch.Tensor, tensors: SteadyTensors):
@@ -125,7 +125,7 @@ def _steady_kind(kind: type) -> type:
     return Steady
 
 
-class SteadyPrompts(Shared):
+class SteadyPrompts(NotCopied):
     """Two wrappers for a model whose engine encodes a prompt once, see ``EngineHandle.encodes_prompts``.
 
     Args:

@@ -19,7 +19,7 @@ from ..architectures.shapes import Shape, ShapeMismatch, bind
 from ..comfy_model.weight_patches import last_loaded, lies_on_its_model
 from ..engine_library import Fallback, Reason
 from .engine_handle import EngineHandle
-from .nan_guard import watched
+from .nan_guard import checked_for_nan
 from .native_network import run_native
 
 if TYPE_CHECKING:
@@ -50,9 +50,9 @@ def vae_with_engines(vae: VAE, handles: dict[Role, EngineHandle]) -> VAE:
 
 def _memory_used(handle: EngineHandle, native: Callable[[Shape, torch.dtype], int], shape: Shape, dtype: torch.dtype
                  ) -> int:
-    """Return the bytes that ComfyUI has to free for a call: those of a compiled call where an engine serves it.
+    """Return the bytes that ComfyUI has to free for a call: a compiled call's, where an engine serves it.
 
-    ComfyUI's own estimate is for native's kernels, is larger by far, and has it unload the diffusion model.
+    ComfyUI's own estimate is for native's kernels. It is far larger, and makes ComfyUI unload the diffusion model.
     """
     session = handle.session
     if session is not None:
@@ -104,17 +104,17 @@ class EngineVAEModel:
             refusal = refusal or Fallback(Reason.WEIGHTS_PATCHED, "patches of a VAE that is gone are on its weights")
         for image in images.split(1):
             served, result = handle.serve(
-                refusal, lambda image=image: watched(handle.bind({"images": image, **options})), patcher, stats)
+                refusal, lambda image=image: checked_for_nan(handle.bind({"images": image, **options})), patcher, stats)
             if not served:
                 return run_native(lambda: native(images, **options), handle.stats, handle.network.device)
             results.append(result)
         return torch.cat(results) if len(results) > 1 else results[0]
 
     def __getattr__(self, name: str) -> Any:
-        """Return what else others read of the native module."""
+        """Return other attributes of the native module."""
         if name in ("native", "native_vae", "handles"):  # while a copy is being made
             raise AttributeError(name)
         return getattr(self.native, name)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.nn.Module:
-        return copy.deepcopy(self.native, memo)  # which its patcher's copy loads
+        return copy.deepcopy(self.native, memo)  # its patcher's copy loads it

@@ -1,1 +1,1 @@
-"""Workflows as files: followed, accelerated, and turned into API prompts. Nothing of ComfyUI is needed for that."""
+"""Workflows as files: followed, accelerated, and turned into API prompts, without ComfyUI."""

@@ -1,7 +1,7 @@
-"""Accelerating a workflow: TRT Accelerate behind each model loader, its LoRAs and what engines compute too.
+"""Acceleration of a workflow: TRT Accelerate behind each model loader, its LoRAs and patches that engines compute.
 
 The node also takes in the VAE and up to four ControlNets of its graph; further ones get TRT ControlNet Engine.
-Acceleration is taken out by wiring what was before.
+Removal restores the former wires.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ PASSES_ON = {
     VAE_ENGINE: ("vae",),
     SAMPLER_PATCH: ("model",),
 }
-"""Our nodes that hand on what they get: their inputs in the order of their outputs."""
+"""Our nodes that pass values on -> their inputs in the order of their outputs."""
 SERVING = (*PASSES_ON, UNET_ENGINE)
-"""Our nodes that bring engines, behind which none is missing. TRT Stream only takes what it gets."""
+"""Our nodes that bring engines: nodes behind them need no more. TRT Stream uses the engines that it gets."""
 SIZES = {ACCELERATE: (330.0, 400.0), CONTROLNET_ENGINE: (330.0, 300.0)}
 _KINDS = {"model": "MODEL", "vae": "VAE"}
 _CHANGES_WEIGHTS = re.compile("lora|modelmerge", re.IGNORECASE)
@@ -40,14 +40,14 @@ _NO_VAE_ENGINE = re.compile(
     r"(?<![a-z])wan|qwen|hunyuan|ltx|cosmos|mochi|cogvideo|taehv|taew|audio|ace_step", re.IGNORECASE)
 """Names of VAEs of videos and sounds, which no engine serves."""
 _NO_RUN = {"MODEL", "CLIP", "VAE", "SIGMAS"}
-"""Types that nodes make which call no network: patches, loaders, schedulers."""
+"""Output types of nodes that call no network: patches, loaders, schedulers."""
 _PLAIN = {"IMAGE", "LATENT", "MASK", "CONDITIONING", "CLIP", "VAE", "CONTROL_NET", "SIGMAS", "STRING", "INT", "FLOAT",
           "BOOLEAN", "COMBO"}  # fmt: skip
-"""Types in which no model comes along, as it does in pipes and contexts."""
+"""Types that carry no model; pipes and contexts do."""
 
 
 def accelerate(workflow: Workflow) -> list[Node]:
-    """Put acceleration into a workflow and return the nodes that were added."""
+    """Accelerate a workflow and return the added nodes."""
     added: list[tuple[Graph, Node]] = []
     seen: set[Port] = set()
     for source in sorted(_sources(workflow, "MODEL"), key=lambda port: len(_before(workflow, port))):
@@ -70,7 +70,7 @@ def accelerate(workflow: Workflow) -> list[Node]:
 
 
 def remove(workflow: Workflow) -> list[Node]:
-    """Take our nodes out, wire what was before, and return those that were taken out."""
+    """Remove our nodes, restore the former wires, and return the removed nodes."""
     gone: list[Node] = []
     for graph in (workflow.root, *workflow.subgraphs.values()):
         for node in [node for node in graph.nodes.values() if node["type"] in PASSES_ON and not graph.loses(node)]:
@@ -83,7 +83,7 @@ def remove(workflow: Workflow) -> list[Node]:
                         graph.connect(replace(link, origin=before.origin, slot=before.slot))
             _drop(graph, node)
             gone.append(node)
-        for node in list(graph.nodes.values()) if gone else ():  # those that served a patch
+        for node in list(graph.nodes.values()) if gone else ():  # nodes that served a patch
             if node["type"] == UNET_ENGINE and not graph.links_of(node["id"], 0) and not graph.loses(node):
                 _drop(graph, node)
     workflow.save()
@@ -97,7 +97,7 @@ def _drop(graph: Graph, node: Node) -> None:
 
 
 def _sources(workflow: Workflow, kind: str) -> Iterator[Port]:
-    """Yield the outputs of loaders of a kind: of nodes that get nothing of it."""
+    """Yield the outputs of loaders of a kind: of nodes without inputs of that kind."""
     for graph in workflow.uses:
         for node in graph.nodes.values():
             takes = graph.fed(node, kind) or any(kind_of(one) in (kind, "*") and one.get("link") is not None
@@ -108,7 +108,7 @@ def _sources(workflow: Workflow, kind: str) -> Iterator[Port]:
 
 
 def _before(workflow: Workflow, port: Port) -> list[Node]:
-    """Return a node that makes something of its own, and those from which a pipe can have brought it a model."""
+    """Return the node of an output, and the nodes from which a pipe may have brought it a model."""
     queue = [(port.graph, port.node)]
     seen = set(queue)
     for graph, key in queue:
@@ -127,12 +127,12 @@ def _before(workflow: Workflow, port: Port) -> list[Node]:
 
 
 def _served(workflow: Workflow, port: Port) -> bool:
-    """Tell whether what a pipe brought to an output has engines already."""
+    """Tell whether an output's values from a pipe have engines already."""
     return any(node["type"] in SERVING for node in _before(workflow, port))
 
 
 def _model_places(workflow: Workflow, source: Port, seen: set[Port]) -> Iterator[tuple[Port, list[Link]]]:
-    """Yield where a node belongs, with the links that it takes: behind the last LoRA on each way to a sampler."""
+    """Yield the places for our node, with the links to take: behind the last LoRA on each way to a sampler."""
     queue = [source]
     seen.add(source)
     for port in queue:
@@ -164,10 +164,10 @@ def _runs(graph: Graph, node: Node) -> bool:
 
 
 def _host(graph: Graph, reader: Any, branches: list[tuple[Graph, Node, set[Any]]]) -> Node | None:
-    """Return the node that a reader hangs on: a user who mutes that mutes all that comes of the reader anyway.
+    """Return the node that a reader depends on: muting that node mutes the reader's results anyway.
 
     Args:
-        branches: our nodes with what needs each.
+        branches: our nodes, each with the nodes that need it.
     """
     if len(branches) == 1:
         return branches[0][1]
@@ -179,7 +179,7 @@ def _host(graph: Graph, reader: Any, branches: list[tuple[Graph, Node, set[Any]]
 
 
 def _unserved(workflow: Workflow, port: Port, kind: str) -> list[Link]:
-    """Return the links of an output that lead to real nodes; none where one of our nodes is among these."""
+    """Return the links of an output that lead to real nodes; none if our nodes are among these."""
     links = [] if _served(workflow, port) else port.graph.links_of(port.node, port.slot)
     behind = [[node["type"] for _, node in workflow.behind(port.graph, link, kind)] for link in links]
     return [] if any(kind in PASSES_ON for kinds in behind for kind in kinds) else [
@@ -187,14 +187,14 @@ def _unserved(workflow: Workflow, port: Port, kind: str) -> list[Link]:
 
 
 def _take(workflow: Workflow, node: Node, name: str, port: Port, links: list[Link]) -> bool:
-    """Lead links through an input of a node, where it has one that is free; none of which a circle comes."""
+    """Lead links through a free input of a node, without links that would make a circle."""
     if name not in PASSES_ON[node["type"]]:
         return False
     graph, slot = port.graph, PASSES_ON[node["type"]].index(name)
     socket = node["inputs"][slot]
     if socket["link"] is not None or graph.depends_on(port.node, node["id"]):
         return False
-    socket["link"] = -1  # it is free no more, so no Everywhere node will feed it
+    socket["link"] = -1  # taken, so that no Everywhere node feeds it
     links = [link for link in links if not graph.depends_on(node["id"], link.target)]  # no circle
     socket["link"] = None
     if not links:

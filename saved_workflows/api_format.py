@@ -1,25 +1,25 @@
-"""API prompts as workflows: they are rewired by the same code, and keep all that it does not change."""
+"""API prompts as workflows: the same code rewires them, and all else stays."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
-from .graph import Graph, Workflow, WorkflowError, change, damage_told
+from .graph import Graph, Workflow, WorkflowError, as_workflow_error, change
 from .to_prompt import ObjectInfo, Prompt, is_link, widgets_of
 
 T = TypeVar("T")
 
 
 def is_prompt(data: Any) -> bool:
-    """Tell whether something is a workflow in API format."""
+    """Tell whether data is a workflow in API format."""
     entries = list(data.values()) if isinstance(data, Mapping) else [None]
     return bool(entries) and all(isinstance(one, Mapping) and isinstance(one.get("class_type"), str)
                                  and isinstance(one.get("inputs"), dict) for one in entries)  # fmt: skip
 
 
 def change_prompt(prompt: Prompt, object_info: ObjectInfo, how: Callable[[Workflow], T]) -> T:
-    """Change an API prompt in place by what changes workflows, and return the answer of that.
+    """Change an API prompt in place by a function for workflows, and return its result.
 
     Raises:
         WorkflowError: it has nodes that ComfyUI does not know, or is damaged.
@@ -27,7 +27,7 @@ def change_prompt(prompt: Prompt, object_info: ObjectInfo, how: Callable[[Workfl
     def changed(workflow: Workflow) -> tuple[T, Graph]:
         return how(workflow), workflow.root
 
-    with damage_told():
+    with as_workflow_error():
         return _changed(prompt, object_info, changed)
 
 
@@ -70,5 +70,5 @@ def _drawn(prompt: Prompt, object_info: ObjectInfo) -> dict[str, Any]:
 
 
 def _kind(declared: Any) -> str:
-    """Return a type as workflows have it: what takes its type from others stands as any."""
+    """Return a type as workflows have it: types that depend on other inputs become any."""
     return "*" if not isinstance(declared, str) or declared.startswith("COMFY_") else declared

@@ -1,6 +1,6 @@
 """Filters of *Anything Everywhere* nodes (cg-use-everywhere): they feed inputs by titles, names, groups and colours.
 
-Versions before 7 keep their expressions as widgets, later ones all filters as a property.
+Versions before 7 keep their expressions as widgets, later versions keep all filters as a property.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ def is_understood(sender: Node) -> bool:
     except (re.error, TypeError):
         return False
     only_highways = str(filters.get("input_regex") or "").startswith("+")
-    return not only_highways and len(set(kinds)) == len(kinds)  # of two of a type each goes by the names of inputs
+    return not only_highways and len(set(kinds)) == len(kinds)  # two inputs of a type are matched by input names
 
 
 def feeds(sender: Node, node: Node, socket: Data, groups: Sequence[Data]) -> bool:
-    """Tell whether the filters of a node that sends everywhere, which are understood, let it feed a free input.
+    """Tell whether the understood filters of a node that sends everywhere let it feed a free input.
 
     Args:
-        groups: those of the graph.
+        groups: the graph's groups.
     """
     filters = _filters(sender)
 
@@ -57,7 +57,7 @@ def feeds(sender: Node, node: Node, socket: Data, groups: Sequence[Data]) -> boo
 
 
 def priority(sender: Node) -> float:
-    """Return the rank of a node that sends everywhere: an input that several may feed gets it from the highest."""
+    """Return the rank of a node that sends everywhere: the highest rank feeds an input that several nodes may feed."""
     filters = _filters(sender)
     given = filters.get("priority")
     if isinstance(given, int | float) and given:

@@ -1,4 +1,4 @@
-"""A workflow in UI format 0.4 that can be followed and rewired; what changes is the file's own data."""
+"""A workflow in UI format 0.4 that can be followed and rewired; changes go into the file's own data."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ T = TypeVar("T")
 MUTED, BYPASSED = 2, 4
 REROUTES = ("Reroute", "Reroute (rgthree)")
 SET, GET = "SetNode", "GetNode"
-"""Nodes of KJNodes: what goes into one comes out of those of the other that have the same name."""
+"""Nodes of KJNodes: values of a Set come out of the Gets of the same name."""
 
 
 EVERYWHERE = "Everywhere"
@@ -24,12 +24,12 @@ EVERYWHERE = "Everywhere"
 
 
 class WorkflowError(ValueError):
-    """The workflow cannot be used as it is, or has not what was asked for; the text says what and where."""
+    """The workflow is unusable, or lacks a requested part; the text says what and where."""
 
 
 @dataclass
 class Link:
-    """A wire. ``kept`` has what the file says of it beside its ends."""
+    """A wire. ``kept`` has the file's other data on it."""
 
     id: int
     origin: Any
@@ -71,7 +71,7 @@ class Graph:
         saved_links = [(saved, Link.of(saved)) for saved in once.values()]
         self.times = {"node": Counter(node["id"] for node in data["nodes"]),
                       "link": Counter(link.id for _, link in saved_links)}  # fmt: skip
-        """Number of times that the file has each id. What shares its id is never changed."""
+        """Number of times that the file has each id. Nodes and links with a shared id are never changed."""
         self.nodes: dict[Any, Node] = {
             node["id"] if self.times["node"][node["id"]] == 1 else ("twice", i): node
             for i, node in enumerate(data["nodes"])
@@ -89,7 +89,7 @@ class Graph:
         self.left: list[Any] = []
         """Links that cannot be followed, as the file has them: they stay as they are."""
         self.lost: dict[Any, set[Any]] = {}
-        """Ids of those that inputs name, so that a page may follow them -> the nodes at their ends."""
+        """Ids of such links that inputs name, so that a page may follow them -> the nodes at their ends."""
         for saved, link in saved_links:
             whole = self._whole(link, ends[link.id]) if self.times["link"][link.id] == 1 else None
             if whole is not None:
@@ -117,13 +117,13 @@ class Graph:
         return list(self._into[node].values())
 
     def links_at(self, node: Any) -> list[Link]:
-        """Return the links into a node, and those that begin at it."""
+        """Return the links into a node, and out of it."""
         return [*self.links_into(node), *(link for slot in self._from[node].values() for link in slot.values())]
 
     def made(self, node: Node) -> dict[int, Any]:
-        """Return the types of a node's outputs by slot; its links tell those that the file does not list."""
-        told = {slot: link.type for slot, links in self._from[node["id"]].items() for link in links.values()}
-        return told | {slot: kind_of(output) for slot, output in enumerate(node.get("outputs") or [])}
+        """Return the types of a node's outputs by slot; links give types of outputs that the file does not list."""
+        kinds = {slot: link.type for slot, links in self._from[node["id"]].items() for link in links.values()}
+        return kinds | {slot: kind_of(output) for slot, output in enumerate(node.get("outputs") or [])}
 
     def link_into(self, node: Node, name: str) -> Link | None:
         """Return the link into an input."""
@@ -131,11 +131,11 @@ class Graph:
         return self.links.get(next(found, None))
 
     def loses(self, node: Node) -> bool:
-        """Tell whether a node shares its id, or has a link that cannot be followed: it is not to be taken out."""
+        """Tell whether a node shares its id, or has a link that cannot be followed: it must not be removed."""
         return self.nodes.get(node["id"]) is not node or any(node["id"] in ends for ends in self.lost.values())
 
     def connect(self, link: Link) -> None:
-        """Add a link into a node's input, or give one that is there another origin."""
+        """Add a link into a node's input, or change the origin of its link."""
         before = self.links.get(link.id, link)
         self._forget(before)
         self._keep(link)
@@ -154,7 +154,7 @@ class Graph:
             self.data["outputs"][link.target_slot]["linkIds"].remove(link.id)
 
     def depends_on(self, node: Any, other: Any) -> bool:
-        """Tell whether a node needs another one, or is it."""
+        """Tell whether a node depends on another node, or is that node."""
         return node in self.needing(other)
 
     def needing(self, node: Any) -> list[Any]:
@@ -168,7 +168,7 @@ class Graph:
         return queue
 
     def next(self, node: Any) -> dict[Any, None]:
-        """Return what reads a node's outputs, by wire or by name."""
+        """Return the readers of a node's outputs, by wire or by name."""
         found = self.nodes.get(node, {})
         more = [link.target for links in self._from[node].values() for link in links.values()]
         if found.get("type") == SET:
@@ -182,9 +182,9 @@ class Graph:
         return [node for node in self.nodes.values() if node["type"] == kind and name_of(node) == name]
 
     def spread(self, link: Link, kind: Any) -> list[Link]:
-        """Return the wires that the page makes of one into an Everywhere node; none of them is in the file.
+        """Return the wires that the page makes from a link into an Everywhere node; the file has none of them.
 
-        None either where the node has a filter that is not understood: nothing that it feeds is changed.
+        Empty where the node has a filter that is not understood: nodes that it feeds stay unchanged.
         """
         sender = next((node for node in self.everywhere if node["id"] == link.target), None)
         if sender is None or not is_understood(sender):
@@ -194,13 +194,13 @@ class Graph:
                 for slot in free(node, kind) if sender in self._senders(node, slot)]  # fmt: skip
 
     def fed(self, node: Node, kind: Any = None) -> set[Any]:
-        """Return the Everywhere nodes that feed free inputs of a node, all or those of a type, or that may do so."""
+        """Return the Everywhere nodes that feed, or may feed, free inputs of a node, optionally of a type."""
         links = [link for one in self.everywhere for link in self.links_into(one["id"])]
         types = {link.type for link in links if kind in (None, link.type)}
         return {one["id"] for of in types for slot in free(node, of) for one in self._senders(node, slot)}
 
     def _senders(self, node: Node, slot: int) -> list[Node]:
-        """Return the Everywhere nodes of the highest priority that feed a free input, and those not understood."""
+        """Return the Everywhere nodes of the highest priority that feed a free input, and nodes not understood."""
         socket, groups = node["inputs"][slot], self.data.get("groups") or []
         kind = kind_of(socket)
         found = [one for one in self.everywhere if any(link.type == kind for link in self.links_into(one["id"]))]
@@ -216,16 +216,16 @@ class Graph:
         self._into[link.target].pop(link.id, None)
 
     def _tell_origins(self, *links: Link) -> None:
-        """Let the outputs, or inputs of the subgraph, that links begin at list what begins there."""
+        """Update the lists of links at the outputs, or subgraph inputs, where links begin."""
         for link in links:
             node, ids = self.nodes.get(link.origin), self._from[link.origin][link.slot]
             holders, name = (node.get("outputs"), "links") if node else (self.data["inputs"], "linkIds")
-            for holder in (holders or [])[link.slot:link.slot + 1]:  # none where the file lists no such output
+            for holder in (holders or [])[link.slot:link.slot + 1]:  # empty where the file lists no such output
                 kept = [one for one in holder.get(name) or [] if one in ids or one not in self.links]
                 holder[name] = [*kept, *(one for one in ids if one not in kept)]
 
     def _whole(self, link: Link, ends: list[tuple[Any, int]]) -> Link | None:
-        """Return a link with the end that the inputs tell, as the page does it; None where an end is not certain."""
+        """Return a link with its end from the inputs' data, as on the page; None where an end is not certain."""
         target, slot = (link.target, link.target_slot) if link.target == OUTPUT_NODE else (ends or [(None, 0)])[0]
         begins = link.slot >= 0 and (link.origin in self.nodes or link.origin == INPUT_NODE
                                      and link.slot < len(self.data.get("inputs") or []))  # fmt: skip
@@ -241,7 +241,7 @@ class Workflow:
         self.data, self.root = data, Graph(data, inside=False)
         self.subgraphs = {one["id"]: Graph(one, inside=True) for one in definitions(data)}
         self.uses: dict[Graph, list[tuple[Graph, Node]]] = {self.root: []}
-        """Graphs that run -> the nodes that use them. ``subgraphs`` has those too that run nowhere."""
+        """Graphs that run -> the nodes that use them. ``subgraphs`` also has unused graphs."""
         queue = [self.root]
         for graph in queue:
             for node in graph.nodes.values():
@@ -253,7 +253,7 @@ class Workflow:
                 self.uses.setdefault(inner, []).append((graph, node))
 
     def save(self) -> None:
-        """Write what has changed into the file's data."""
+        """Write the changes into the file's data."""
         for graph in (self.root, *self.subgraphs.values()):
             graph.save()
 
@@ -270,7 +270,7 @@ class Workflow:
         return found
 
     def left_alone(self) -> str:
-        """Return a sentence on what is never changed, because it is not clear where it leads; empty without such."""
+        """Return a sentence on links left alone, because their ends are not clear; empty without such links."""
         every = (self.root, *self.subgraphs.values())
         nodes = {node for graph in every for node, times in graph.times["node"].items() if times > 1}
         unclear = {node["id"] for graph in every for node in graph.everywhere if not is_understood(node)}
@@ -284,12 +284,12 @@ class Workflow:
         return plain and node.get("mode", 0) not in (MUTED, BYPASSED) and node["type"] not in self.subgraphs
 
     def reader(self, graph: Graph, link: Link) -> Node | None:
-        """Return the real node that a link leads into, or one of ours, which may be switched off."""
+        """Return the real node that a link leads into, or our node, which may be switched off."""
         node = graph.nodes.get(link.target)
         return node if node is not None and (is_ours(node) or self.is_real(node)) else None
 
     def beyond(self, graph: Graph, link: Link, kind: str) -> Iterator[Port]:
-        """Yield where what comes by a link goes on: behind what hands it on, and nodes that give the same kind."""
+        """Yield the ports where a link's values go on: behind nodes that pass them on or output the kind."""
         node = graph.nodes.get(link.target)
         for one in graph.spread(link, kind):
             yield from self.beyond(graph, one, kind)
@@ -306,7 +306,7 @@ class Workflow:
         elif node["type"] in (SET, GET, *REROUTES):
             yield Port(graph, node["id"], 0)
             if node["type"] == SET:
-                name = name_of(node)  # a Set serves the Gets of subgraphs too, where these have none of its name
+                name = name_of(node)  # a Set also serves Gets of subgraphs without a Set of its name
                 yield from (Port(one, get["id"], 0) for one in self.uses for get in one.named(GET, name)
                             if get.get("mode", 0) != MUTED and (one is graph or not one.named(SET, name)))
         else:
@@ -330,18 +330,18 @@ class Workflow:
 
 
 def change(data: Data, how: Callable[[Workflow], T]) -> T:
-    """Change a workflow in place, and return what was done.
+    """Change a workflow in place, and return the function's result.
 
     Raises:
-        WorkflowError: it is none, or is damaged.
+        WorkflowError: it is no workflow, or is damaged.
     """
-    with damage_told():
+    with as_workflow_error():
         return how(Workflow(data))
 
 
 @contextmanager
-def damage_told() -> Iterator[None]:
-    """Raise what comes of a workflow with other values than ComfyUI saves as ``WorkflowError``."""
+def as_workflow_error() -> Iterator[None]:
+    """Raise errors due to values that ComfyUI never saves as ``WorkflowError``."""
     try:
         yield
     except WorkflowError:
@@ -351,7 +351,7 @@ def damage_told() -> Iterator[None]:
 
 
 def check_format(data: Data) -> None:
-    """Refuse what is no workflow in UI format 0.4."""
+    """Refuse data that is no workflow in UI format 0.4."""
     if not isinstance(data.get("nodes"), list) or not isinstance(data.get("links"), list):
         raise WorkflowError("this is no workflow in UI format: it has no lists 'nodes' and 'links'")
     if data.get("version") != 0.4:
@@ -359,7 +359,7 @@ def check_format(data: Data) -> None:
 
 
 def definitions(data: Data) -> Iterator[Data]:
-    """Yield the definitions of all subgraphs, those inside others too."""
+    """Yield the definitions of all subgraphs, also of nested ones."""
     for one in (data.get("definitions") or {}).get("subgraphs") or []:
         yield one
         yield from definitions(one)

@@ -1,6 +1,6 @@
-"""Room for a node that is put into a drawn graph: what stands right of its place moves right, and groups grow.
+"""Room for a node in a drawn graph: nodes right of its place move right, and groups grow.
 
-A group keeps the nodes that it had: those whose middle is in it, as the page counts them.
+A group keeps its nodes: the page counts a node if its middle is in the group.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 GAP = 50.0
 TITLE = 30.0
-"""Height of a node's title, which stands above its position."""
+"""Height of a node's title, which is above its position."""
 COLLAPSED = 120.0
 """About how wide a collapsed node is: its title decides."""
 
@@ -41,7 +41,7 @@ def place(graph: Graph, behind: Any, node: Node) -> None:
 
 
 def _takes_in(graph: Graph, group: Data, grown: list[float]) -> bool:
-    """Tell whether a group that has grown touches a node or a group, or has the middle of a node, as it had not."""
+    """Tell whether a grown group newly touches a node or a group, or newly has the middle of a node."""
     others = [one["bounding"] for one in graph.data["groups"] if one is not group]
     nodes = [box for node in graph.nodes.values() for box in (_drawn(node), _middle(node))]
     return any(_touch(grown, one) and not _touch(group["bounding"], one) for one in (*others, *nodes))
@@ -53,7 +53,7 @@ def is_in(node: Node, box: Sequence[float]) -> bool:
 
 
 def _drawn(one: Node) -> list[float]:
-    """Return what a node covers with its title, which is all that a collapsed one has; a reroute is a point."""
+    """Return a node's box with its title; a collapsed node has only the title, and a reroute is a point."""
     width, height = one.get("size") or (0.0, -TITLE)
     if (one.get("flags") or {}).get("collapsed"):
         width, height = min(width, COLLAPSED), 0.0
@@ -70,7 +70,7 @@ def _touch(one: Sequence[float], other: Sequence[float]) -> bool:
 
 
 def _moves(one: Node, start: float) -> bool:
-    """Tell whether the middle of a node, or a reroute, is right of a line: it moves as groups that hold it do."""
+    """Tell whether the middle of a node, or a reroute, is right of a line: it moves like groups that hold it."""
     return _middle(one)[0] >= start - 1
 
 
@@ -81,7 +81,7 @@ def _box(graph: Graph, node: Any) -> list[float]:
 
 
 def _make_room(graph: Graph, start: float, width: float) -> None:
-    """Move right what has its middle right of a line; groups across it grow where they hold such."""
+    """Move nodes right whose middle is right of a line; groups across the line grow if they hold such nodes."""
     moving = [one for one in (*graph.nodes.values(), *_reroutes(graph.data)) if _moves(one, start)]
     for group in graph.data.get("groups") or []:
         box = group["bounding"]

@@ -1,4 +1,4 @@
-"""Inputs and outputs of nodes in saved workflows: their types, and which may be wired to which."""
+"""Inputs and outputs of nodes in saved workflows: their types, and rules for wires between them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ INPUT_NODE, OUTPUT_NODE = -10, -20
 
 
 def kind_of(socket: Data) -> Any:
-    """Return the type of an input or output; one without a type is of any."""
+    """Return the type of an input or output; without a type it is any."""
     return socket.get("type") or "*"
 
 
@@ -30,7 +30,7 @@ def fits(one: Any, other: Any) -> bool:
 
 
 def bypass_slot(node: Node, output: int, kind: Any) -> int | None:
-    """Return the input that a bypassed node passes on: the one beside the output if it fits, or the first that fits."""
+    """Return the input that a bypassed node passes on: beside the output if it fits, else the first that fits."""
     inputs = node.get("inputs") or []
     outputs = (node.get("outputs") or [])[output:output + 1]
     made = kind_of(outputs[0]) if outputs else "*"

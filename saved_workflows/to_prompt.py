@@ -20,8 +20,8 @@ from .graph import (
     SET,
     Link,
     WorkflowError,
+    as_workflow_error,
     check_format,
-    damage_told,
     definitions,
     name_of,
 )
@@ -50,9 +50,9 @@ def to_prompt(workflow: Workflow, object_info: ObjectInfo) -> Prompt:
         object_info: the server's answer to GET /object_info.
 
     Raises:
-        WorkflowError: it is no such workflow, is damaged, or has nodes that the server does not know.
+        WorkflowError: it has another format, is damaged, or has nodes that the server does not know.
     """
-    with damage_told():
+    with as_workflow_error():
         return _prompt_of(workflow, object_info)
 
 
@@ -76,7 +76,7 @@ def _prompt_of(workflow: Workflow, object_info: ObjectInfo) -> Prompt:
             if source is not None:
                 inputs[socket["name"]] = list(source)
         prompt[node["id"]] = {"inputs": inputs, "class_type": node["type"]}
-    for entry in prompt.values():  # links to nodes that are muted, or behind muted ones
+    for entry in prompt.values():  # links to nodes that are muted, or behind muted nodes
         entry["inputs"] = {name: value for name, value in entry["inputs"].items()
                            if not is_link(value) or value[0] in prompt}
     return prompt
@@ -149,7 +149,7 @@ def _default(kind: Any, options: dict[str, Any]) -> Any:
 
 
 def _controls(name: str, kind: Any, options: dict[str, Any]) -> list[tuple[str, str]]:
-    """The widgets that follow and change this one after a run, with their defaults: a mode, and for combos a filter."""
+    """The widgets that follow a widget and change it after a run, with defaults: a mode, and for combos a filter."""
     if not options.get("control_after_generate", kind == "INT" and name in SEEDS):
         return []
     controls = [("control_after_generate", "randomize"), ("control_filter_list", "")]
@@ -165,7 +165,7 @@ def _is_virtual(node: Node) -> bool:
 
 
 class _Flat:
-    """Nodes and links of a workflow without its subgraphs; the links are followed as the page does it.
+    """Nodes and links of a workflow without its subgraphs; links are followed as on the page.
 
     A node in a subgraph has the id that prompts give it, as "2:5". Inputs and outputs of subgraphs become reroutes.
     """
@@ -203,7 +203,7 @@ class _Flat:
         return node["type"] in self._subgraphs and node.get("mode", 0) not in (MUTED, BYPASSED)
 
     def _open(self, use: Node, outer: dict[Any, Any]) -> None:
-        """Add the inside of a subgraph where a node uses it. Its widgets' values come in as those of primitives do."""
+        """Add the inside of a subgraph where a node uses it. Its widgets' values enter as primitives."""
         inner, inside = self._subgraphs[use["type"]], f"{use['id']}:"
         shown, values = [one["name"] for one in use["inputs"] if one.get("widget")], use.get("widgets_values") or []
         known = dict(zip(shown, values, strict=True)) if len(values) == len(shown) else {}
@@ -223,7 +223,7 @@ class _Flat:
 
     def source_of_input(self, node: Node, slot: int, kind: Any = None, seen: frozenset[Any] = frozenset()
                         ) -> Source | None:
-        """The real node and output that feed an input, or None when nothing does in the end."""
+        """The real node and output that feed an input in the end, or None."""
         if (node["id"], slot) in seen:
             raise WorkflowError(f"the links into node {node['id']} ({node['type']}) run in a circle")
         socket = node["inputs"][slot]
@@ -236,7 +236,7 @@ class _Flat:
             self.nodes[origin], output, kind_of(socket) if kind is None else kind, seen | {(node["id"], slot)})
 
     def primitive_value(self, socket: dict[str, Any]) -> Any:
-        """Return what a PrimitiveNode puts into the widget that it is linked to."""
+        """Return the value that a PrimitiveNode puts into its linked widget."""
         origin, seen = self._origin(socket), set()
         while origin is not None and origin["type"] in REROUTES and origin.get("inputs") and origin["id"] not in seen:
             seen.add(origin["id"])
@@ -263,7 +263,7 @@ class _Flat:
 
 
 def _sockets(node: Node, object_info: ObjectInfo) -> list[dict[str, Any]]:
-    """A node's inputs with those of its widgets, which the page adds where a file has none."""
+    """A node's inputs with its widgets' inputs, which the page adds where a file lacks them."""
     listed = node.get("inputs") or []
     names = {socket["name"] for socket in listed}
     groups = object_info[node["type"]]["input"]

@@ -20,7 +20,7 @@ class BatchSource:
     def __init__(self, images: torch.Tensor, progress: Callable[[int], None] = lambda done: None):
         """
         Args:
-            progress: is told how many pictures there are.
+            progress: called with the number of pictures so far.
         """
         self._images = images
         self._progress = progress
@@ -32,7 +32,7 @@ class BatchSource:
             yield Frame(number, self._images[number : number + 1])
 
     def ready(self) -> bool:
-        """Tell that there is no waiting for the next."""
+        """Tell that the next frame is there."""
         return True
 
     def give(self, number: int, picture: torch.Tensor) -> None:

@@ -29,7 +29,7 @@ class ControlImages:
     Attributes:
         positive, negative: the conditionings with the copies.
         controls: the copies, the first to act first.
-        hints: those that were made here for the latest frame, by the number of their ControlNet.
+        hints: the latest frame's hints that were made here, by the number of their ControlNet.
     """
 
     def __init__(self, positive: Conditioning, negative: Conditioning, follow: str, device: torch.device):
@@ -79,7 +79,7 @@ class ControlImages:
         return "" if all(map(_makes_hint_here, self.controls)) else "a ControlNet is of a kind with hints of its own"
 
     def alike(self, number: int, other: int) -> bool:
-        """Tell whether two frames have the same control images, if these are not made of the frames."""
+        """Tell whether two frames have the same control images, if these are not made from the frames."""
         if self._follow != AS_CONNECTED:
             return True
         return all(count < 2 or number % count == other % count for count in self.counts())
@@ -98,10 +98,10 @@ class ControlImages:
         return {place: self._strengths[place][1] for place in self.hints}
 
     @contextlib.contextmanager
-    def instead(
+    def replaced_inputs(
         self, hints: Mapping[int, torch.Tensor], strengths: Mapping[int, torch.Tensor], latent: torch.Tensor
     ) -> Iterator[None]:
-        """Let the ControlNets have these hints and strengths in the place of their own."""
+        """Replace the hints and strengths of the ControlNets."""
         own = {place: self.controls[place].strength for place in hints}
         for place, hint in hints.items():
             give_hint(self.controls[place], latent, hint)
@@ -121,8 +121,8 @@ class ControlImages:
 
         Args:
             frame: (1, H, W, 3).
-            there: the same on the device, if it is there already.
-            made: images that nodes made of this frame, by the number of their ControlNet.
+            there: the frame on the device, if it is there already.
+            made: images that nodes made from this frame, by the number of their ControlNet.
             latent: one of the frame's shape, on any device. The hints are made at once where ComfyUI's own code would
                 make them in the first step, and would wait for the device. None leaves all of them to ComfyUI.
         """
@@ -185,7 +185,7 @@ def _edges(frame: torch.Tensor) -> torch.Tensor:
 
 
 def _makes_hint_here(control: ControlBase) -> bool:
-    """Tell whether ``ControlImages`` does all that ComfyUI does for a control's image."""
+    """Tell whether ``ControlImages`` can make a control's hint in ComfyUI's place."""
     if type(control) is not ControlNet or control.vae is not None or control.latent_format is not None:
         return False
     if control.concat_mask or control.extra_concat_orig or control.multigpu_clones:

@@ -1,11 +1,11 @@
 """A whole frame as one CUDA graph: encoding, ControlNets, all steps and decoding are one launch for the host.
 
 A stream of few steps waits for its host, not for the GPU: ComfyUI's sampling and the launches of each network take
-longer than the networks. Once some frames in a row had the same settings, all they launch is captured. From then on a
+longer than the networks. Once some frames in a row had the same settings, their launches are captured. From then on a
 frame copies its image, its hints, its prompts and its noise into the graph's buffers and replays it.
 
-That holds only where each call is an engine's that can be part of a larger graph, and while their weights stay what
-they were. All else runs as before, and so does every frame after a change of settings, until they are steady again.
+This needs engines for all calls, which can be part of a larger graph, and unchanged weights. Other frames run as
+before, and so does every frame after a change of settings, until the settings are steady again.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class FrameInputs:
         image: (1, H, W, 3).
         hints: by the number of their ControlNet; ``strengths`` likewise, float32 without dimensions.
         prompts: tensors of the conditionings by name.
-        work: latents of the frames before that are in work; None where frames are sampled one after another.
+        work: latents of the earlier frames in work; None where frames are sampled one after another.
     """
 
     image: torch.Tensor
@@ -59,7 +59,7 @@ class FrameInputs:
         return {"image": self.image, "noise": self.noise.values, **steps, **hints, **strengths, **prompts, **work}
 
     def with_tensors(self, tensors: Mapping[str, torch.Tensor]) -> FrameInputs:
-        """Return the same with other tensors of these names."""
+        """Return the inputs with other tensors of these names."""
         steps = self.noise.steps and tuple(tensors[f"noise {n}"] for n in range(len(self.noise.steps)))
         noise = replace(self.noise, values=tensors["noise"], steps=steps)
         hints = {place: tensors[f"hint {place}"] for place in self.hints}
@@ -70,7 +70,7 @@ class FrameInputs:
 
 @dataclass(frozen=True)
 class Made:
-    """The pixels of a frame (1, H, W, 3); where frames are in work, also its latent and theirs after the step."""
+    """The pixels of a frame (1, H, W, 3); where frames are in work, also their latents after the step, and its own."""
 
     pixels: torch.Tensor
     latent: torch.Tensor | None = None
@@ -79,7 +79,7 @@ class Made:
 
 @dataclass(frozen=True)
 class Picture:
-    """The picture of a frame (1, H, W, 3) on its device; sums of what engines gave for it, None without engines.
+    """The picture of a frame (1, H, W, 3) on its device; sums of engines' results for it, None without engines.
 
     Attributes:
         work: latents of the frames in work.
@@ -91,9 +91,9 @@ class Picture:
 
 
 def with_sums(made: Made, watch: Watch) -> Picture:
-    """Return a picture with the sums of the calls that were watched, and its own.
+    """Return a picture with the sums of the watched calls, and its own sum.
 
-    Calls for several frames are watched by what is left of them in each: no step removes a NaN from a latent.
+    Calls for several frames are watched through each frame's latent: no step removes a NaN from a latent.
     """
     pixels = made.pixels
     if not watch.engines:
@@ -110,7 +110,7 @@ class FrameGraph:
                  made_of: Callable[[FrameInputs], Made], capture: Capture | None = None):
         """
         Args:
-            made: launches all the work of the frame at hand; ``made_of`` does so with other tensors than its own.
+            made: launches all the work of the current frame; ``made_of`` does so with other tensors.
         """
         self._made, self._made_of = made, made_of
         self._graphs = GraphCache(device, limit=1, capture=capture)
@@ -127,7 +127,7 @@ class FrameGraph:
         return len(self._graphs) > 0
 
     def clear(self) -> None:
-        """Drop the graph, and all that it read."""
+        """Drop the graph, and all tensors that it read."""
         self._graphs.clear()
         self._calls, self._read, self._steady = [], [], 0
 
@@ -135,8 +135,8 @@ class FrameGraph:
         """Return the picture of a frame.
 
         Args:
-            fixed: all that it depends on besides its inputs and the engines; None if there is more than that.
-            roles: of the networks that it needs, but for ControlNets.
+            fixed: all else that it depends on, besides inputs and engines; None if that is not known.
+            roles: roles of the networks that it needs, except ControlNets.
         """
         if fixed is None or fixed != self._fixed:
             self._needed = STEADY if self._fixed is None else STEADY_AGAIN
@@ -147,7 +147,7 @@ class FrameGraph:
         return self._plainly(given) if state is None else self._by_graph(given, (fixed, state))
 
     def _state(self, roles: Collection[Role]) -> Hashable | None:
-        """Return what the engines of the latest frame compute with; None if it was not all on engines."""
+        """Return the state of the latest frame's engines; None if native served a call."""
         if None in self._calls:
             return None
         handles = {call.handle: call for call in self._calls}

@@ -1,8 +1,8 @@
-"""Nodes that run again for each frame: those between TRT Frame and the images of a stream's ControlNets.
+"""Nodes that run again for each frame: from TRT Frame to the images of a stream's ControlNets.
 
-At first ComfyUI runs them like all others, with the example of TRT Frame. The stream is handed the values that they
-took, and the images that they made; these tell which ControlNet has which. For each frame ComfyUI's own code calls the
-nodes again, with the frame in the place of the example.
+At first ComfyUI runs them as usual, with the example of TRT Frame. The stream gets their inputs and their images; the
+images show which ControlNet belongs to which node. For each frame ComfyUI's own code calls the nodes again, with the
+frame in place of the example.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 APPLY = frozenset(("ControlNetApply", "ControlNetApplyAdvanced", "ControlNetApplySD3",
                    "ControlNetInpaintingAliMamaApply", APPLY_CONTROLNET))  # fmt: skip
-"""Nodes that do nothing with an image whose strength is 0."""
+"""Nodes that ignore an image whose strength is 0."""
 Link = tuple[str, int]
 """A node's id, and the number of one of its outputs."""
 _NOT_FOR_EACH = "TRT Stream cannot run it for each frame. Take it out of the way from TRT Frame to the ControlNet."
@@ -40,7 +40,7 @@ def values_needed(graph: DynamicPrompt, stream: str) -> set[Link]:
 
 
 def _depending(graph: DynamicPrompt, stream: str) -> list[str]:
-    """Return the nodes before a stream that depend on a TRT Frame, each behind those that it takes something from."""
+    """Return the nodes before a stream that depend on a TRT Frame, each after the nodes that it depends on."""
     before: dict[str, set[str]] = {}
     waiting = [stream]
     while waiting:
@@ -70,9 +70,9 @@ class _Node:
     """A node that runs for each frame.
 
     Attributes:
-        inputs: all of them, as ComfyUI's code wants them.
-        fresh: those that depend on the frame, and what they are linked to.
-        dynamic: what ComfyUI's code has to know of inputs that depend on other inputs.
+        inputs: all inputs, as ComfyUI's code takes them.
+        fresh: inputs that depend on the frame, and their links.
+        dynamic: ComfyUI's data on inputs that depend on other inputs.
     """
 
     name: str
@@ -90,8 +90,8 @@ class FrameNodes:
         """
         Args:
             stream: the id of its node.
-            values: those of ``values_needed``.
-            controls: its ControlNets, with the images that the nodes made of the example.
+            values: the values of ``values_needed``.
+            controls: its ControlNets, with the images that the nodes made from the example.
 
         Raises:
             ValueError: a node cannot run for each frame; the text is for the user.
@@ -107,7 +107,7 @@ class FrameNodes:
         self._nodes = [self._node(name, names) for name in self._needed(names)]
 
     def _link_of(self, hint: torch.Tensor | None, names: Sequence[str]) -> Link | None:
-        """Return the output that a ControlNet's image is: the last of those that have the very same pixels."""
+        """Return the output that gave a ControlNet's image: the last one with the very same pixels."""
         if hint is None:
             return None
         for name in reversed(names):
@@ -118,7 +118,7 @@ class FrameNodes:
         return None
 
     def _check_the_rest(self, stream: str, names: Sequence[str]) -> None:
-        """Raise ValueError where the stream depends on a frame in another way than by a ControlNet's image."""
+        """Raise ValueError where the stream depends on a frame otherwise than through a ControlNet's image."""
         known = set(self._images.values())
         waiting, seen = [(stream, "")], set()
         while waiting:
@@ -145,7 +145,7 @@ class FrameNodes:
         return (given["inputs"].get(place) if strength is None else self._values.get(strength)) == 0
 
     def _needed(self, names: Sequence[str]) -> Iterator[str]:
-        """Return the nodes that the images are made by, in order."""
+        """Return the nodes that make the images, in order."""
         waiting, needed = [name for name, _ in self._images.values()], set()
         while waiting:
             if (name := waiting.pop()) in names and name not in needed and not _is_frame(self._graph, name):
@@ -173,7 +173,7 @@ class FrameNodes:
         """Run the nodes for a frame (1, H, W, 3), and return images (1, H, W, C) by the number of their ControlNet.
 
         Raises:
-            ValueError: a node gives no image now; the text is for the user. Nodes raise what they raise.
+            ValueError: a node gives no image now; the text is for the user. Errors of nodes pass through.
         """
         known: dict[Link, list] = {link: [frame] for link in self._frames}
         for node in self._nodes:

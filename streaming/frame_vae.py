@@ -1,7 +1,7 @@
 """Frames to latents and back: the arithmetic of ComfyUI's VAE, on the device, with its network loaded already.
 
-ComfyUI's own methods load the VAE, ask for free memory, and wait for the device in each call. Where a VAE is not one of
-plain pictures, or memory is short, they do it here as well.
+ComfyUI's own methods load the VAE, ask for free memory, and wait for the device in each call. They also serve
+here for VAEs of other kinds, or when memory is short.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ log = logging.getLogger(__name__)
 
 
 class FrameVAE:
-    """A VAE for frames of one stream; ``reload`` brings back the models that ComfyUI's own way put aside."""
+    """A VAE for frames of one stream; ``reload`` loads the models again that ComfyUI's own methods unloaded."""
 
     def __init__(self, vae: VAE, reload: Callable[[], None], stays_loaded: bool):
         """
         Args:
-            stays_loaded: whether it is loaded for as long as the stream runs; else ComfyUI's own way loads it.
+            stays_loaded: whether it is loaded for as long as the stream runs; else ComfyUI's own methods load it.
         """
         self._vae = vae
         self._reload = reload
@@ -74,7 +74,7 @@ class FrameVAE:
         return picture.movedim(1, -1)
 
     def _give_up(self, error: Exception) -> None:
-        """Use ComfyUI's own way from now on, which decodes in tiles; re-raise what is not about memory."""
+        """Use ComfyUI's own methods from now on, which decode in tiles; re-raise errors not about memory."""
         model_management.raise_non_oom(error)
         log.warning("Hybrid TRT: the VAE lacks memory, so ComfyUI's own way takes its place. Frames take longer.")
         self._plain = False
@@ -87,7 +87,7 @@ class FrameVAE:
 
 
 def _is_plain(vae: VAE) -> bool:
-    """Tell whether a VAE is one of pictures (channels, height, width), and nobody changed how it works."""
+    """Tell whether a VAE is an unmodified one for pictures (channels, height, width)."""
     if not works(Feature.STREAMS) or type(vae).__module__ != "comfy.sd":
         return False
     ours = (vae.encode, vae.decode, vae.process_input, vae.process_output, vae.vae_encode_crop_pixels)

@@ -11,7 +11,7 @@ import torch
 
 @dataclass(frozen=True)
 class Changes:
-    """Settings that change with a frame, and stay so; None leaves one as it is."""
+    """Settings that change from a frame on; None leaves a setting as it is."""
 
     prompt: str | None = None
     negative: str | None = None
@@ -32,16 +32,16 @@ class Frame:
 
 
 class Source(Protocol):
-    """Something that frames come from and that pictures are given to."""
+    """Source of frames, which takes their pictures."""
 
     def frames(self) -> Iterator[Frame | None]:
-        """Yield the next frame, after waiting for it; None where the last one is all for now; end with the stream."""
+        """Yield the next frame, after waiting for it; None while no more come; end with the stream."""
         ...
 
     def ready(self) -> bool:
         """Tell whether the next frame is there already, so that ``frames`` need not wait for it.
 
-        If not, the loop gives the picture that the device still computes before it asks for a frame.
+        If not, the loop delivers the current picture before it asks for a frame.
         """
         ...
 
@@ -50,5 +50,5 @@ class Source(Protocol):
         ...
 
     def refuse(self, why: str, settings: Changes) -> None:
-        """Hear that changes were left out, in a sentence for the user; ``settings`` are those that hold."""
+        """Take note that changes were refused, with a sentence for the user; ``settings`` are the current ones."""
         ...

@@ -14,9 +14,9 @@ if TYPE_CHECKING:
 
 
 def with_kept(model: ModelPatcher, frames: int) -> tuple[ModelPatcher, KeptTokens | None]:
-    """Return a clone whose self-attention sees so many earlier frames, and what remembers them; None for no frames.
+    """Return a clone whose self-attention sees so many earlier frames, and their memory; None for no frames.
 
-    Live weights compute that too, where they can. File engines cannot.
+    Live weights may compute it too. File engines cannot.
 
     Raises:
         ValueError: this kind of model has no such place; the text is for the user.

@@ -29,12 +29,12 @@ _watchers: list[Callable[[str, bool], None]] = []
 
 
 class Busy(Exception):
-    """There is somebody else already; the text is a sentence for the user."""
+    """Somebody else is connected already; the text is a sentence for the user."""
 
 
 @dataclass
 class Counts:
-    """Frames that came, those of them that were computed, and pictures that were made; the others were dropped."""
+    """Numbers of frames that came, of frames that were computed, and of pictures; other frames were dropped."""
 
     received: int = 0
     taken: int = 0
@@ -43,12 +43,12 @@ class Counts:
 
 @dataclass(eq=False)
 class Client:
-    """One that gives frames to a session and takes their pictures; its first frame has the number ``first``."""
+    """Client that gives frames to a session and takes their pictures; its first frame has the number ``first``."""
 
     wake: Callable[[], None]
     first: int
     refused: str = ""
-    """The sentence that says why a change was left out; empty once it is told."""
+    """The sentence on why a change was refused; empty once it is sent."""
     ended: str = ""
     """The sentence that says why the session is over."""
 
@@ -57,10 +57,10 @@ class LiveSession:
     """Frames of one run of a node that takes them live; a ``Source``. All of it may be called from any thread.
 
     Attributes:
-        settings: what may be changed, with the values of the frame that was taken last.
+        settings: the settings that may be changed, with the values of the latest frame.
         steps_as_batch: whether pictures come some frames later, one less than there are steps.
         stopped: whether its client ended the stream.
-        over: why no more frames are taken, a sentence; empty while they are.
+        over: why no more frames are taken, a sentence; empty while frames are taken.
     """
 
     def __init__(self, node: str, settings: Changes, patience: float, steps_as_batch: bool = False):
@@ -116,17 +116,17 @@ class LiveSession:
             return self._frame is not None
 
     def give(self, number: int, picture: torch.Tensor) -> None:
-        """Take a picture, shape (1, H, W, 3), on the CPU; it replaces one that its client has not taken."""
+        """Take a picture, shape (1, H, W, 3), on the CPU; it replaces a picture that the client has not taken."""
         with self._turn:
             self.counts.answered += 1
             client = self._client
-            if client is None or number < client.first:  # who asked for it has gone
+            if client is None or number < client.first:  # its client has gone
                 return
             self._picture = (number, picture)
         client.wake()
 
     def refuse(self, why: str, settings: Changes) -> None:
-        """Have the client told that changes were left out; ``settings`` are those that hold."""
+        """Tell the client that changes were refused; ``settings`` are the current ones."""
         with self._turn:
             self.settings, client = settings, self._client
             if client is None:
@@ -135,7 +135,7 @@ class LiveSession:
         client.wake()
 
     def end(self, why: str) -> None:
-        """Say goodbye to the client, which may still take the last picture, and keep nothing else."""
+        """End the client's connection; it may still take the last picture."""
         with self._turn:
             self.over, client = self.over or why, self._client
             self._frame = self._changes = None
@@ -148,7 +148,7 @@ class LiveSession:
 
     @property
     def now(self) -> Changes:
-        """Return what may be changed, with the values that the next frame gets."""
+        """Return the settings that may be changed, with the next frame's values."""
         with self._turn:
             return self.settings if self._changes is None else merged(self.settings, self._changes)
 
@@ -173,7 +173,7 @@ class LiveSession:
             return self.counts.received - 1
 
     def put(self, client: Client, number: int, image: torch.Tensor) -> None:
-        """Offer a frame, shape (1, H, W, 3), 0 to 1; it replaces one that still waits."""
+        """Offer a frame, shape (1, H, W, 3), 0 to 1; it replaces a frame that still waits."""
         with self._turn:
             if client is self._client:
                 self._frame = Frame(number, image)
@@ -200,7 +200,7 @@ class LiveSession:
             self._turn.notify_all()
 
     def leave(self, client: Client) -> None:
-        """Make room for another client; what this one changed stays."""
+        """Make room for another client; changes of settings stay."""
         with self._turn:
             if client is self._client:
                 self._client = self._frame = self._picture = None
@@ -222,7 +222,7 @@ def given(changes: Changes) -> dict[str, Any]:
 def open_session(
     node: str, settings: Changes, patience: float, steps_as_batch: bool = False
 ) -> Iterator[LiveSession]:
-    """Let a client join for as long as the block lasts; ``settings`` has what may be changed, with its first values.
+    """Let a client join for as long as the block lasts; ``settings`` has the settings that may be changed.
 
     Args:
         patience: seconds to wait for a client, the first one or the next.

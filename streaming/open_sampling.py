@@ -29,11 +29,11 @@ if TYPE_CHECKING:
     from .settings import Settings
 
 PER_RUN = ("OUTER_SAMPLE", "PREPARE_SAMPLING", "SAMPLER_SAMPLE"), ("ON_PRE_RUN", "ON_CLEANUP")
-"""Places of wrappers and of callbacks that ComfyUI calls once in each sampling."""
+"""Kinds of wrappers and of callbacks that ComfyUI calls once in each sampling."""
 
 
 DRAW_BY_SEED = ("lcm",)
-"""Samplers that draw noise of a frame's seed once between two steps, and nothing else."""
+"""Samplers whose only random numbers are noise from a frame's seed, once between two steps."""
 
 
 @dataclass(frozen=True)
@@ -53,8 +53,8 @@ class Noise:
 
     Attributes:
         values: at the start, on the device.
-        steps: what the sampler adds between its steps, in order; None if it draws that itself.
-        state: in which drawing ``values`` leaves ComfyUI's random numbers.
+        steps: noise that the sampler adds between its steps, in order; None if the sampler draws it.
+        state: state of ComfyUI's random numbers after drawing ``values``.
     """
 
     made_for: tuple
@@ -85,7 +85,7 @@ class OpenSampling(comfy.samplers.Sampler):
         """Run the frames. ComfyUI calls this when models are loaded and conditionings are prepared."""
         self._guider, self._options = model_wrap, extra_args["model_options"]
         loaded = model_management.loaded_models(only_currently_used=True)
-        self._models = [one for one in loaded if one is not None]  # None is a model that was let go of
+        self._models = [one for one in loaded if one is not None]  # None is a model that was freed
         model = model_wrap.model_patcher
         with sigmas_on_device(model), _memory_asked_once(model), _nothing_collected():
             self._frames()
@@ -96,13 +96,13 @@ class OpenSampling(comfy.samplers.Sampler):
         self._new = conds
 
     def reload(self) -> None:
-        """Load what the sampling was opened with, where something else was loaded in its place."""
+        """Load the models of the open sampling again if others replaced them."""
         if self._models:
             model_management.load_models_gpu(self._models)
 
     @property
     def conds_are_fixed(self) -> bool:
-        """True if the conditionings are prepared, and depend on the size of frames alone."""
+        """True if the conditionings are prepared, and depend only on the size of frames."""
         return self._new is None and bool(self._prepared_for)
 
     def sample_frame(self, latent: torch.Tensor, noise: Noise, settings: Settings) -> torch.Tensor:
@@ -123,11 +123,11 @@ class OpenSampling(comfy.samplers.Sampler):
     def step_all(
         self, latent: torch.Tensor, noise: Noise, work: torch.Tensor, settings: Settings
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Take all frames in work a step further, in one call; return the sampled latent of the oldest, and the others.
+        """Take all frames in work a step further, in one call; return the oldest sampled latent, and the others.
 
         Args:
-            latent: of the new frame, which has its first step.
-            noise: its own at the start; ``steps`` has what is added to the frames after each step.
+            latent: latent of the new frame, which has its first step.
+            noise: its noise at the start; ``steps`` has the noise added to the frames after each step.
             work: latents of the frames before, the newest first, each a step further than the next newer one.
         """
         guider = self._guider
@@ -173,12 +173,12 @@ class OpenSampling(comfy.samplers.Sampler):
         return self.conds_are_fixed
 
     def prompts(self, shape: tuple[int, ...]) -> Prompts:
-        """Return the prompts of frames with latents of a shape; nothing if they are others for each frame."""
+        """Return the prompts of frames with latents of a shape; nothing if they differ between frames."""
         return self._prompts if self.fixes_conds(shape) else Prompts()
 
     @contextlib.contextmanager
-    def instead(self, prompts: Mapping[str, torch.Tensor]) -> Iterator[None]:
-        """Sample with these tensors of prompts in the place of their own."""
+    def replaced_inputs(self, prompts: Mapping[str, torch.Tensor]) -> Iterator[None]:
+        """Sample with these tensors in place of the prompts' own."""
         guider, own = self._guider, self._guider.conds
         guider.conds = with_tensors(own, prompts) if prompts else own
         try:
@@ -202,7 +202,7 @@ class OpenSampling(comfy.samplers.Sampler):
         return self._noise
 
     def _prepare(self, latent: torch.Tensor, noise: torch.Tensor, seed: int) -> None:
-        """Prepare conditionings as ComfyUI does at the start of a sampling, unless a frame before had the same."""
+        """Prepare conditionings as ComfyUI does at the start of a sampling, unless an earlier frame had the same."""
         guider = self._guider
         if self._new is None and self._prepared_for == tuple(latent.shape):
             return
@@ -256,7 +256,7 @@ class OpenSampling(comfy.samplers.Sampler):
 
 @contextlib.contextmanager
 def _memory_asked_once(patcher: ModelPatcher) -> Iterator[None]:
-    """Give the same answer on free memory to each step: to find it takes the time of many launches.
+    """Give the same answer on free memory to each step: a query takes the time of many launches.
 
     The patcher is the stream's own. ComfyUI asks it to decide if prompts share a call.
     """
@@ -270,7 +270,7 @@ def _memory_asked_once(patcher: ModelPatcher) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _nothing_collected() -> Iterator[None]:
-    """Keep Python from looking through what is there already for garbage: that takes as long as many frames."""
+    """Keep Python's garbage collection from visiting existing objects: that takes as long as many frames."""
     gc.collect()
     gc.freeze()
     try:
@@ -280,7 +280,7 @@ def _nothing_collected() -> Iterator[None]:
 
 
 def _in_turn(noises: tuple[torch.Tensor, ...]) -> Callable[..., torch.Tensor]:
-    """Return a noise sampler, as ComfyUI's samplers take one, that gives these in turn."""
+    """Return a noise sampler for ComfyUI's samplers that gives these noises in turn."""
     left = iter(noises)
     return lambda _sigma, _sigma_next: next(left)
 
@@ -289,14 +289,14 @@ def _stepped(
     sampler_name: str, sampling: Any, latents: torch.Tensor, denoised: torch.Tensor, sigmas: torch.Tensor,
     noises: Sequence[torch.Tensor] | None,
 ) -> torch.Tensor:  # fmt: skip
-    """Return the latents after a step of each, of which latent n is at step n.
+    """Return the latents after a step of each; latent n is at step n.
 
-    LCM takes what the network made of a latent and adds noise for the next step, but in the last one. Euler goes from
-    the latent straight towards that, as far as the sigmas tell.
+    LCM adds noise for the next step to the network's result, except in the last step. Euler moves the latent straight
+    towards the result, as far as the sigmas say.
 
     Args:
-        sigmas: of the steps, then the last one's end.
-        noises: for the ends of all steps but the last.
+        sigmas: sigmas of the steps, then of the last step's end.
+        noises: noises for the ends of all steps but the last.
     """
     if sampler_name in DRAW_BY_SEED:
         return torch.cat((sampling.noise_scaling(sigmas[1:-1], torch.cat(tuple(noises)), denoised[:-1]), denoised[-1:]))

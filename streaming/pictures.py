@@ -22,14 +22,14 @@ QUALITY = 90
 
 
 class BadFrame(ValueError):
-    """Bytes that are no frame; the text is a sentence for the user."""
+    """Error for bytes that are no frame; the text is a sentence for the user."""
 
 
 def read(data: bytes) -> torch.Tensor:
     """Return a frame as shape (1, H, W, 3), float32, 0 to 1, as ComfyUI's LoadImage reads it.
 
     Raises:
-        BadFrame: the bytes are none, or of a size that is not taken. Nothing large is decoded to find that out.
+        BadFrame: the bytes are no frame, or their size is refused, which is found before decoding.
     """
     pixels = _raw(data) if data.startswith(RAW) else _packed(data)
     return torch.from_numpy(pixels.astype(numpy.float32) / numpy.iinfo(pixels.dtype).max)[None]

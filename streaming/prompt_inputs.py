@@ -14,14 +14,14 @@ Conds = Mapping[str, Sequence[Mapping[str, Any]]]
 """ComfyUI's prepared conditionings, positive and negative."""
 
 TENSORS = (comfy.conds.CONDRegular, comfy.conds.CONDCrossAttn)
-"""Kinds of conditions that hold a tensor, and nothing that tells how it is used."""
+"""Kinds of conditions that hold only a tensor, and no options on its use."""
 TEXT = ("cross_attn", "pooled_output", "model_conds", "uuid")
-"""Options that ``model_conds`` holds for the networks, itself, and an id that no network reads."""
+"""Options that ``model_conds`` repeats for the networks, ``model_conds`` itself, and an id that no network reads."""
 
 
 @dataclass(frozen=True)
 class Prompts:
-    """The tensors of prepared conditionings by name, and all else about them; a form of None equals no other."""
+    """The tensors of prepared conditionings by name, and their form: all else; a form of None equals no other."""
 
     tensors: Mapping[str, torch.Tensor] = field(default_factory=dict)
     form: Hashable | None = None
@@ -67,10 +67,10 @@ def _form_of_condition(value: Any) -> Hashable:
 
 
 def _form(value: Any) -> Hashable:
-    """Return what tells a value from others.
+    """Return a key that differs between values.
 
     Raises:
-        TypeError: it is of a kind that may change, or that says nothing of its own values.
+        TypeError: it is of a kind that may change, or without a comparison by value.
     """
     if value is None or isinstance(value, bool | int | float | str):
         return type(value).__name__, str(value)

@@ -1,6 +1,6 @@
 """The loop of a stream: a frame is started before the picture of the one before is taken from the device.
 
-Where frames are in work at several steps, a picture is there some frames after its own; the order stays the same.
+Where frames are in work at several steps, a picture is done some frames later; the order stays the same.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ class _Started:
     """A frame in work, or one whose picture the device may still compute.
 
     Attributes:
-        begun: when the host took the frame up.
+        begun: time at which the host began the frame.
         picture: in main memory, as soon as ``end`` is reached; None before its last step is launched.
-        sums: of what engines gave for it, and of the picture; empty where no engine took part.
+        sums: sums of engines' results and of the picture; empty without engines.
         end: None if all is there.
-        repeats: the frame before that this one is so much like that it gets its picture.
+        repeats: an earlier frame so similar that its picture serves for this frame too.
     """
 
     frame: Frame
@@ -55,7 +55,7 @@ def run_stream(stream: Stream, source: Source, times: FrameTimes) -> torch.Tenso
     """Make the pictures of a source's frames until there are no more, and return the last; None without frames.
 
     Args:
-        times: takes the times, for whoever looks at them while the stream runs.
+        times: takes the times; others may read them while the stream runs.
     """
     times.one_by_one = stream.one_by_one
     frames, loop = source.frames(), _Loop(stream, source, times)
@@ -77,7 +77,7 @@ class _Loop:
         self.last: torch.Tensor | None = None
         self._there = 0.0
         self._computed: _Started | None = None  # the latest frame that is no repetition
-        self._order: deque[_Started] = deque()  # those whose pictures are not given yet
+        self._order: deque[_Started] = deque()  # frames whose pictures are not given yet
 
     def run(self, frames: Iterator[Frame | None]) -> None:
         for frame in frames:
@@ -86,15 +86,15 @@ class _Loop:
                 self._finish(until=self._source.ready)
                 continue
             if frame.changes is not None or not self._stream.joins(frame.image):
-                self._finish()  # those before may have to be made again, as they were
+                self._finish()  # earlier frames may have to be made again with the old settings
             launched = self._start(frame)
             self._give_launched(but=launched)
             if launched is None or launched.end is None or not self._source.ready():
-                self._give_launched()  # it is there, or nobody knows when the next frame is
+                self._give_launched()  # the picture is done, or the next frame may come late
         self._finish()
 
     def _finish(self, until: Callable[[], bool] = lambda: False) -> None:
-        """Give the pictures of all frames so far, or of some ``until`` there is something else to do."""
+        """Give the pictures of all frames so far, or stop once ``until`` is true."""
         while self._stream.busy and not until():
             model_management.throw_exception_if_processing_interrupted()
             launched = self._launched(self._stream.advance())
@@ -102,7 +102,7 @@ class _Loop:
         self._give_launched()
 
     def _start(self, frame: Frame) -> _Started | None:
-        """Start a frame, and return the one whose picture this launched."""
+        """Start a frame, and return the frame whose picture this launched."""
         started = _Started(frame, time.perf_counter())
         self._order.append(started)
         if frame.changes is not None:
@@ -125,7 +125,7 @@ class _Loop:
         return started
 
     def _give_launched(self, but: _Started | None = None) -> None:
-        """Give pictures in the order of their frames, up to one that is not launched yet, or to ``but``."""
+        """Give pictures in the order of their frames, up to the first that is not launched yet, or to ``but``."""
         while self._order and self._order[0].launched and self._order[0] is not but:
             self._give(self._order.popleft())
 
@@ -150,7 +150,7 @@ class _Loop:
             started.end.synchronize()
         if started.sums is not None and not bool(torch.isfinite(started.sums).all()):
             self._again(started)
-        now = time.perf_counter()  # it is there; what the source does with it is part of the next frame's time
+        now = time.perf_counter()  # the picture is done; the source's work on it is part of the next frame's time
         self._times.add(1000 * (now - max(started.begun, self._there)))
         self._times.repeated += started.repeats is not None
         self._there = now

@@ -10,20 +10,20 @@ FOLLOW = (AS_CONNECTED, THE_FRAME, EDGES)
 STEPS_AS_BATCH = ("lcm", "euler")
 """Samplers whose steps of several frames can be one batch."""
 FROM_NOISE = 0.9999
-"""ComfyUI samples all of its schedule from this denoise on."""
+"""Denoise from which ComfyUI samples its whole schedule."""
 LEAST_DENOISE = 0.01
 
 
 @dataclass(frozen=True)
 class Settings:
-    """The inputs of a frame's sampling: those of the same names of ComfyUI's KSampler.
+    """The inputs of a frame's sampling, with the names of ComfyUI's KSampler.
 
     Attributes:
         new_seeds: whether a frame's seed is ``seed`` and its number, added up.
         follow: where control images come from, one of ``FOLLOW``.
         steps_as_batch: whether the steps of neighbouring frames are to be one batch, where that is exact.
         remembered: earlier frames whose tokens self-attention sees too, see ``kept_tokens``; 0: none, which is exact.
-        similar: mean difference of pixels up to which a frame counts as the one before; 0: none does.
+        similar: mean difference of pixels up to which a frame counts as a repetition; 0: never.
     """
 
     steps: int = 1
@@ -40,7 +40,7 @@ class Settings:
 
     @property
     def from_noise(self) -> bool:
-        """True if a picture starts from noise alone, and not from its frame."""
+        """True if a picture starts from pure noise, and not from its frame."""
         return self.denoise > FROM_NOISE
 
     def seed_of(self, number: int) -> int:

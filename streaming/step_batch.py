@@ -2,7 +2,7 @@
 
 With N steps, N frames are in work, each at another step: the new one at the first, the oldest at the last. A batch of N
 takes far less time than N calls. A picture comes N - 1 frames later. The batch always has N images, since engines
-and graphs are for one size each: where no frame is, something fills its place, and nobody gets the picture.
+and graphs are for one size each: a missing frame's place is filled, and that picture is dropped.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ OF_ALL_STEPS = frozenset((
 ))  # fmt: skip
 """Options of a conditioning that act on each image of a batch and on each step alike.
 
-For an area ComfyUI makes a hint of its size, in the place of those of the frames in work."""
+Areas are not among them: ComfyUI would replace the frames' hints by a hint of the area's size."""
 
 
 @dataclass(frozen=True)
 class InWork:
-    """A frame in work; without a key it fills a place, and its picture is not wanted."""
+    """A frame in work; without a key it only fills a place, and its picture is dropped."""
 
     key: Any
     image: torch.Tensor
@@ -53,7 +53,7 @@ class StepBatch:
     def __init__(self, steps: int, prompts: int, shape: tuple[int, ...], device: torch.device):
         """
         Args:
-            prompts: that may share a call. ComfyUI would repeat hints for the second in each.
+            prompts: number of prompts that may share a call; ComfyUI would repeat hints for the second.
         """
         self.shape, self._steps, self._prompts = shape, steps, prompts
         self._frames: list[InWork] = []
@@ -82,13 +82,13 @@ class StepBatch:
         return FrameInputs(new.image, replace(new.noise, steps=drawn), hints, strengths, prompts, self._latents)
 
     def advance(self, new: InWork, latents: torch.Tensor) -> Any:
-        """Go on from that call; return the key of the frame that had its last step in it."""
+        """Advance after that call; return the key of the frame that it finished."""
         frames = [new, *self._frames]
         self._frames, self._latents = frames[:-1], latents
         return frames[-1].key
 
     def _hint(self, place: int, hints: list[torch.Tensor]) -> torch.Tensor:
-        """Return the hints of a ControlNet as a batch: for the same ones the same tensor, so that results are kept."""
+        """Return the hints of a ControlNet as a batch: the same tensor for the same hints, so that results are kept."""
         known = self._hints.get(place)
         if known is None or any(one is not other for one, other in zip(known[0], hints, strict=True)):
             with torch.inference_mode(False), torch.no_grad():
@@ -111,7 +111,7 @@ def why_apart(model: ModelPatcher, conds: Mapping[str, Conditioning], sampler_na
 
 
 def _another_acts_on_steps(model: ModelPatcher) -> bool:
-    """Tell whether another node does something in each step: it may take the first image's step for that of all."""
+    """Tell whether another node acts on each step: it may take the first image's step for the whole batch's."""
     options, rest = dict(model.model_options), dict(model.object_patches)
     patches = dict(options.pop("transformer_options", {}))
     rest.pop("model_sampling", None)

@@ -4,8 +4,8 @@ ComfyUI loads models, merges options, looks for hooks and prepares conditionings
 so once. It gets a sampler of ours, which samples nothing by itself: it runs the frames, each with ComfyUI's own
 sampler, schedule and noise. So each picture is the one that stock nodes make of the frame alone.
 
-Where a frame would find what the frame before left (a step cache, weight hooks, another pack's code), each frame is a
-sampling of its own, as stock nodes do it, and the stream says why.
+Where state of one frame would reach the next (a step cache, weight hooks, another pack's code), each frame is a
+sampling of its own, as with stock nodes, and the stream says why.
 """
 
 from __future__ import annotations
@@ -50,14 +50,14 @@ OURS = "hybrid_trt_stream"
 ROLES = (Role.BACKBONE, Role.VAE_DECODER, Role.VAE_ENCODER)
 OPTIONS = ("model_function_wrapper", "sampler_cfg_function", "sampler_post_cfg_function", "sampler_pre_cfg_function",
            "sampler_calc_cond_batch_function", "denoise_mask_function")
-"""Places of other nodes' functions that act on each step and may remember something from step to step."""
+"""Options with other nodes' functions that act on each step and may keep state between steps."""
 
 
 class Stream:
     """Frames to pictures, one at a time or a step of each at a time; see the module.
 
     Attributes:
-        settings: those of the next frame; ``change`` sets them.
+        settings: the next frame's settings; ``change`` sets them.
         controls: its ControlNets and their images.
         one_by_one: why each frame is a sampling of its own, a sentence; empty if it is not.
         steps_apart: why the steps of its frames are no batch although they were to be, a sentence.
@@ -86,7 +86,7 @@ class Stream:
         self.steps_apart = ""
 
     def follow(self, nodes: FrameNodes) -> None:
-        """Have these nodes make images of ControlNets from each frame."""
+        """Let these nodes make the images of ControlNets from each frame."""
         self._frame_nodes = nodes
 
     def run(self, first: torch.Tensor, frames: Callable[[], None]) -> None:
@@ -113,7 +113,7 @@ class Stream:
             self.controls.end()
 
     def forget_frames(self) -> None:
-        """Forget the tokens of earlier frames: they may be no numbers."""
+        """Forget the tokens of earlier frames: they may be NaN."""
         if self._kept is not None:
             self._kept.clear()
 
@@ -123,14 +123,14 @@ class Stream:
         return self._batch is not None and self._batch.busy
 
     def joins(self, image: torch.Tensor) -> bool:
-        """Tell whether a frame may begin beside those in work."""
+        """Tell whether a frame may begin beside the frames in work."""
         return not self.busy or self._batch.shape == self._latent_shape(image)
 
     def begin(self, image: torch.Tensor, number: int, key: Any) -> tuple[Any, Picture] | None:
         """Begin a frame; return the picture that this completes and its frame's key, or None.
 
         Args:
-            key: anything but None; that of the picture is the same one, unless frames are in work.
+            key: returned with the picture. With several frames in work, the returned key belongs to an earlier frame.
         """
         if not self._steps_are_batch(image):
             return key, self.picture(image, number)
@@ -177,7 +177,7 @@ class Stream:
     def picture(self, image: torch.Tensor, number: int) -> Picture:
         """Return the picture of a frame (1, H, W, 3), 0 to 1; on a GPU without waiting for it.
 
-        To be called by the function that was given to ``run``.
+        Only the function that was given to ``run`` may call this.
 
         Args:
             number: of the frame, for its seed and control images.
@@ -195,7 +195,7 @@ class Stream:
         return self._graph.picture(given, self._fixed(shape, prompts), self._roles())
 
     def _prompts(self, shape: tuple[int, ...]) -> Prompts:
-        """Return what a frame takes of prompts; nothing where engines encode each once, in front of all frames."""
+        """Return a frame's prompts; nothing where engines encode each prompt once for all frames."""
         return Prompts() if encodes_prompts(self._model) else self._open.prompts(shape)
 
     def _shown(self, image: torch.Tensor, number: int) -> tuple[torch.Tensor, Noise]:
@@ -217,7 +217,7 @@ class Stream:
         return (Role.BACKBONE, Role.VAE_DECODER) if self.settings.from_noise else ROLES
 
     def _fixed(self, shape: tuple[int, ...], prompts: Prompts) -> Hashable | None:
-        """Return all that pictures depend on besides their inputs; None if they depend on more than that."""
+        """Return all settings that pictures depend on besides their inputs; None if they depend on more."""
         if not self._open.conds_are_fixed or not self.controls.hints_are_ours or not self._controls_have_engines:
             return None
         if self._options_of_others or self._fills_kept:
@@ -228,12 +228,12 @@ class Stream:
 
     @property
     def _fills_kept(self) -> bool:
-        """True if fewer frames are kept than are to be: the next frame's calls have other sizes."""
+        """True while fewer frames are kept than wanted: the next frame's calls have other sizes."""
         return self._kept is not None and not self._kept.full
 
     @contextlib.contextmanager
     def _tokens_kept(self) -> Iterator[None]:
-        """Tell what keeps tokens that a frame's calls begin. Calls of sizes that do not stay are not captured."""
+        """Mark the beginning of a frame's calls for the kept tokens. Calls of temporary sizes are not captured."""
         if self._kept is not None:
             self._kept.launch()
         with part_of(LargerGraph()) if self._fills_kept else contextlib.nullcontext():
@@ -244,9 +244,10 @@ class Stream:
         return self._launched(given) if given.work is None else self._made_of(given)
 
     def _made_of(self, given: FrameInputs) -> Made:
-        """Do the same with other tensors than the frame's own, or with those of several frames."""
+        """Do the same with other tensors than the frame's own, or with tensors of several frames."""
         latent = torch.empty(given.noise.values.shape, device="meta")
-        with self.controls.instead(given.hints, given.strengths, latent), self._open.instead(given.prompts):
+        controls = self.controls.replaced_inputs(given.hints, given.strengths, latent)
+        with controls, self._open.replaced_inputs(given.prompts):
             return self._launched(given)
 
     def _launched(self, given: FrameInputs) -> Made:
@@ -259,7 +260,7 @@ class Stream:
         return Made(self._vae.decode(sampled), sampled, work)
 
     def change(self, changes: Changes) -> None:
-        """Change settings from the next frame on; nothing is built or loaded for it, but the text encoder for a prompt.
+        """Change settings from the next frame on; nothing is built or loaded, except the text encoder for a prompt.
 
         Raises:
             ValueError: there is no text encoder for a new prompt, or it fails; the text is for the user. All else
@@ -290,7 +291,7 @@ class Stream:
             raise failed
 
     def now(self) -> Changes:
-        """Return what may be changed, with its values; an empty prompt for one that is not known as a text."""
+        """Return the settings that may be changed; an empty prompt where its text is not known."""
         own, texts = self.settings, self._texts
         strengths = tuple(control.strength for control in self.controls.controls)
         return Changes(texts["positive"], texts["negative"], strengths, own.seed, own.steps, own.denoise, own.cfg)
@@ -311,7 +312,7 @@ class Stream:
         return self._clip.encode_from_tokens_scheduled(self._clip.tokenize(text))[0]
 
     def _empty(self, image: torch.Tensor) -> torch.Tensor:
-        """Return the latent that ComfyUI makes of an empty one of an image's size."""
+        """Return ComfyUI's empty latent for an image's size."""
         return torch.zeros(self._latent_shape(image))
 
     def _latent_shape(self, image: torch.Tensor) -> tuple[int, ...]:
@@ -330,6 +331,6 @@ class Stream:
             )  # fmt: skip
 
     def _reload(self) -> None:
-        """Load the models of the open sampling again, wherever something else was loaded in their place."""
+        """Load the models of the open sampling again if others replaced them."""
         if self._open:
             self._open.reload()

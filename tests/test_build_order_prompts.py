@@ -10,10 +10,10 @@ import pytest
 from comfy_execution.graph import DynamicPrompt
 from execution import PromptQueue
 from hybrid_trt.architectures.shapes import SIZE_NAMES
-from hybrid_trt.nodes.engines import Place
+from hybrid_trt.nodes.engines import NodeInput
 from hybrid_trt.page_api import build_orders
 from hybrid_trt.page_api.build_orders import ORDER, PendingOrders, order_of, running_orders, workflow_of
-from hybrid_trt.page_api.workflow_graph import alone, node_key
+from hybrid_trt.page_api.workflow_graph import for_one_network, node_key
 
 PROMPT: dict[str, Any] = {
     "1": {"class_type": "Loader", "inputs": {"ckpt_name": "a"}},
@@ -127,6 +127,6 @@ def test_a_node_that_builds_for_other_numbers_has_the_key_that_the_page_asks_by_
     inputs = {**(links if kind == "TRTAccelerate" else {network.partition(":")[0]: ["1", 0]}), **sizes}
     auto, sent = {"max_size": 1088, "min_size": 320}, {"1": PROMPT["1"], "2": {"class_type": kind, "inputs": inputs}}
     follows = {**sent, "2": {"class_type": kind, "inputs": inputs | auto}}
-    place = Place(DynamicPrompt(sent), "2", network, auto)
-    assert place.key == node_key(alone(follows, "2", network), "2")
-    assert place.key != node_key(alone(sent, "2", network), "2")
+    node_input = NodeInput(DynamicPrompt(sent), "2", network, auto)
+    assert node_input.key == node_key(for_one_network(follows, "2", network), "2")
+    assert node_input.key != node_key(for_one_network(sent, "2", network), "2")

@@ -27,7 +27,7 @@ STEPS = 4
 
 @pytest.fixture(autouse=True)
 def new_server(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(call_stats, "_told", set())
+    monkeypatch.setattr(call_stats, "_logged", set())
     monkeypatch.setattr(call_stats, "_prompts", OrderedDict())
 
 

@@ -125,7 +125,7 @@ def runs(
 ) -> Iterator[Runs]:
     with pytest.MonkeyPatch.context() as patch:
         emulate(request.param, patch)
-        patch.setattr(call_stats, "_told", set())
+        patch.setattr(call_stats, "_logged", set())
         play_gpu(patch)
         yield Runs(files, tmp_path_factory.mktemp("library"), patch)
 
@@ -170,7 +170,7 @@ def test_prompts_are_copied_to_the_device_once_for_each_run(runs: Runs) -> None:
 
 def test_nothing_is_said_to_be_slow(runs: Runs) -> None:
     assert [call_stats.slow_sentences(rows) for rows in runs.stats] == [[], []]
-    assert call_stats._told == set()
+    assert call_stats._logged == set()
 
 
 PROMPTS = {f"{name}-{'dynamic VRAM' if dynamic else 'loaded'}": (name, dynamic)

@@ -250,7 +250,8 @@ def test_the_page_offers_to_build_for_what_ran_native_and_knows_the_pictures_tha
     found = states.state("key", wish)
     assert found["engine"]["covers"]
     assert (found["misfit"], found["uncompiled"]) == (None, {"width": 64, "height": 96, "images": 1})
-    by_auto = picture_fit.told(wish, net.architecture().name, handle.session.engines, AUTO, any_size=True, tokens=0)
+    family, engines = net.architecture().name, handle.session.engines
+    by_auto = picture_fit.size_report(wish, family, engines, AUTO, any_size=True, tokens=0)
     assert by_auto["uncompiled"] is None, "what live weights have files for is not known here"
 
 

@@ -17,7 +17,7 @@ from hybrid_trt.architectures.shapes import SIZE_NAMES, Picture, Profile, Reques
 from hybrid_trt.backends import AUTO
 from hybrid_trt.backends.torch_inductor.compiled import file_name
 from hybrid_trt.page_api import build_routes, picture_fit
-from hybrid_trt.page_api.outlook import NodeRequest, wish_of
+from hybrid_trt.page_api.outlook import NodeRequest, request_of
 from hybrid_trt.page_api.workflow_graph import readers_of, samplers_of
 
 ZEROS = RequestedSizes()
@@ -36,7 +36,7 @@ def told(
     backend: str = AUTO, any_size: bool = False, tokens: int = 0,
 ) -> dict[str, Any]:  # fmt: skip
     wish = NodeRequest("unet", "a", False, backend, sizes, pictures, pictures)
-    return picture_fit.told(wish, family, engines, choice, any_size, tokens)
+    return picture_fit.size_report(wish, family, engines, choice, any_size, tokens)
 
 
 def engine(backend: str, asked: RequestedSizes = OWN, *calls: dict[str, int]) -> Any:
@@ -189,10 +189,10 @@ def test_engine_nodes_of_one_sampler_are_told_by_it() -> None:
 
 
 def test_a_node_tells_its_numbers_unless_another_node_makes_one() -> None:
-    assert wish_of(graph(), "unet").sizes == RequestedSizes(max_size=512)
+    assert request_of(graph(), "unet").sizes == RequestedSizes(max_size=512)
     made = graph()
     made["unet"] = {"class_type": "TRTUNetEngine", "inputs": {"max_size": ["empty", 0]}}
-    assert wish_of(made, "unet").sizes is None
+    assert request_of(made, "unet").sizes is None
 
 
 def test_the_settings_of_a_node_that_is_used_twice_are_for_the_pictures_of_both_uses() -> None:

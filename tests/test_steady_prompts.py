@@ -17,7 +17,7 @@ from hybrid_trt.engine_builder.build import build_engine, run_here
 from hybrid_trt.engine_builder.order import BuildOrder
 from hybrid_trt.engine_library import Library
 from hybrid_trt.engine_library.engine import relative_error
-from hybrid_trt.sampling.steady_prompts import KEPT, SteadyTensors, steady
+from hybrid_trt.sampling.steady_prompts import KEPT_RESULTS, SteadyTensors, steady
 
 LIMIT = 1e-5
 STEPS = 4
@@ -164,7 +164,7 @@ def test_order_number_and_batch_of_prompts_make_others_and_the_latest_are_known(
         assert joined(*prompts) is one
     assert torch.equal(joined(A, B, batch=2), torch.cat([A, A, B, B]))
     assert torch.equal(joined(A, C, kind=CONDCrossAttn), torch.cat([A.repeat(1, 2, 1), C]))
-    for _ in range(KEPT + 1):
+    for _ in range(KEPT_RESULTS + 1):
         joined(A.clone())
     assert joined(*cases[0]) is not found[0]
     tensors.release()

@@ -32,7 +32,7 @@ class Unusable(Exception):
 
 
 def library(folder: Path | None, comfyui: Path | None) -> Library:
-    """Return the library in a folder, or that of a ComfyUI, whose modules can be imported afterwards.
+    """Return the library in a folder, or a ComfyUI's library; its modules can be imported afterwards.
 
     Raises:
         Unusable: neither is known.
@@ -51,10 +51,10 @@ def library(folder: Path | None, comfyui: Path | None) -> Library:
 
 
 def find(comfyui: Path | None) -> Path | None:
-    """Return the ComfyUI to use: the one given, that of COMFYUI_PATH, or the one this pack is installed in.
+    """Return the ComfyUI to use: the given folder, COMFYUI_PATH, or the ComfyUI with this pack.
 
     Raises:
-        Unusable: the one that was named is none.
+        Unusable: the named folder is no ComfyUI.
     """
     named = comfyui or (Path(value) if (value := os.environ.get("COMFYUI_PATH")) else None)
     root = named if named is not None else PACK.parents[1]
@@ -66,7 +66,7 @@ def find(comfyui: Path | None) -> Path | None:
 
 
 def start(comfyui: Path | None, folder: Path | None, device: str | None) -> str:
-    """Load ComfyUI's nodes with those of all packs, and return the name that this pack has as a package there.
+    """Load the nodes of ComfyUI and of all packs, and return this pack's name as a package there.
 
     Args:
         folder: the library, in place of ComfyUI's.
@@ -96,12 +96,12 @@ def start(comfyui: Path | None, folder: Path | None, device: str | None) -> str:
     loop.run_until_complete(nodes.init_extra_nodes(init_api_nodes=False))
     if ACCELERATE not in nodes.NODE_CLASS_MAPPINGS:
         loop.run_until_complete(nodes.load_custom_node(str(PACK)))
-    threading.Thread(target=loop.run_forever, daemon=True).start()  # it takes what nodes would tell the page
+    threading.Thread(target=loop.run_forever, daemon=True).start()  # it takes the nodes' messages to the page
     return nodes.NODE_CLASS_MAPPINGS[ACCELERATE].__module__.rpartition(".nodes.")[0]
 
 
 def node_infos() -> dict[str, Any]:
-    """Return what GET /object_info tells of the nodes that ``start`` has loaded, as far as graphs are read by it."""
+    """Return the parts of GET /object_info that readers of graphs need, for the nodes that ``start`` has loaded."""
     import nodes
 
     return {name: _info(node) for name, node in nodes.NODE_CLASS_MAPPINGS.items()}
@@ -112,7 +112,7 @@ def _info(node: Any) -> dict[str, Any]:
         return node.GET_NODE_INFO_V1()
     try:
         inputs = node.INPUT_TYPES()
-    except Exception as error:  # another pack's node, which the graph need not have
+    except Exception as error:  # another pack's node, which the graph may not use
         log.debug("Hybrid TRT: %s does not tell its inputs (%s)", node, error)
         inputs = {}
     order = {group: list(specs) for group, specs in inputs.items()}
@@ -180,7 +180,7 @@ def _path(kind: str, name: str) -> str:
 
 
 def _enter(root: Path) -> None:
-    """Make ComfyUI's modules importable, and its folders those of its extra_model_paths.yaml."""
+    """Make ComfyUI's modules importable, and apply its extra_model_paths.yaml."""
     if str(root) in sys.path:
         return
     sys.path.insert(0, str(root))

@@ -47,7 +47,7 @@ def main(arguments: list[str]) -> int:
         status = options.command(options)
         sys.stdout.flush()
         return status
-    except BrokenPipeError:  # who read it has had enough, as head has
+    except BrokenPipeError:  # the reader has closed the pipe, as head does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except (BuildError, LibraryError, Unavailable, comfyui.Unusable, OSError, ValueError) as error:
@@ -123,7 +123,7 @@ def _backend_name(text: str) -> str:
 
 def _build(options: argparse.Namespace) -> int:
     asked = RequestedSizes(**{name: getattr(options, name) for name in SIZE_NAMES})
-    asked.check()  # wrong ones are told before a model is loaded
+    asked.check()  # wrong sizes fail before a model is loaded
     if options.workflow:
         with Bar() as bar, redirect_stdout(sys.stderr):  # ComfyUI and other packs print there
             data, text, whole = workflows.built(options, bar)
@@ -184,8 +184,8 @@ def _verify(options: argparse.Namespace) -> int:
         for number, entry in enumerate(chosen):
             progress = (f"verifying {entry.name}", number / len(chosen))
             results[entry.name] = verify(entry, lambda progress=progress: bar(*progress))
-    lines = [f"{name}: {'intact' if flaw is None else flaw}" for name, flaw in results.items()]
-    data = {name: None if flaw is None else str(flaw) for name, flaw in results.items()}
+    lines = [f"{name}: {'intact' if fault is None else fault}" for name, fault in results.items()]
+    data = {name: None if fault is None else str(fault) for name, fault in results.items()}
     _done(options, data, "\n".join(lines) or "The library is empty.")
     return 1 if any(results.values()) else 0
 

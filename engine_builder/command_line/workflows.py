@@ -1,4 +1,4 @@
-"""The commands on workflow files, in UI format and in API format: accelerate one, and build what one needs."""
+"""The commands on workflow files, in UI format and in API format: accelerate a workflow, and build its engines."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def built(options: Namespace, tell: Callable[[str, float], None]) -> tuple[dict[
 
 
 def _settings(options: Namespace) -> dict[str, Any]:
-    """Return what the command line sets on all engine nodes of the graph."""
+    """Return the inputs that the command line sets on all engine nodes of the graph."""
     sizes = {name: value for name in SIZE_NAMES if (value := getattr(options, name))}
     chosen = {name: value for name in ("precision", "backend") if (value := getattr(options, name)) != AUTO}
     return sizes | chosen | ({"weights": "replaceable"} if options.replaceable else {})
@@ -104,11 +104,11 @@ def _taken_out(picture: bytes) -> str:
     """Return the workflow, or else the prompt, that ComfyUI wrote into a PNG or a WebP."""
     try:
         with importlib.import_module("PIL.Image").open(BytesIO(picture), formats=("PNG", "WEBP")) as image:
-            told = [*(f"{name}:{text}" for name, text in image.info.items()), *image.getexif().values()]
+            texts = [*(f"{name}:{text}" for name, text in image.info.items()), *image.getexif().values()]
     except Exception as error:  # damaged files make PIL raise errors of many kinds
         raise ValueError(f"it is a picture that cannot be read ({type(error).__name__})") from error
     for name in ("workflow:", "prompt:"):
-        for text in told:
+        for text in texts:
             if isinstance(text, str) and text.startswith(name):
                 return text.removeprefix(name)
     raise ValueError("it is a picture without a workflow")

@@ -23,10 +23,10 @@ from ...backends import Submit
 
 @contextmanager
 def helpers(count: int, compilers: int) -> Iterator[Submit]:
-    """Have ``count`` helpers while the block lasts; what is submitted goes to the next one that is idle.
+    """Run ``count`` helpers while the block lasts; each submitted call goes to the next idle helper.
 
     Args:
-        compilers: of kernels, that each helper may run at once.
+        compilers: number of compilers of kernels that each helper may run at once.
     """
     spawn = multiprocessing.get_context("spawn")
     idle: queue.SimpleQueue[Connection] = queue.SimpleQueue()
@@ -40,7 +40,7 @@ def helpers(count: int, compilers: int) -> Iterator[Submit]:
         except (OSError, EOFError) as error:
             raise RuntimeError("one of the processes that compile parts has ended") from error
         finally:
-            idle.put(helper)  # whoever gets one that has ended sees it
+            idle.put(helper)  # the next caller sees it if the helper has ended
         if not done:
             raise RuntimeError(result)
         return result

@@ -41,9 +41,9 @@ def _one_line(error: BaseException) -> str:
 
 
 OOM_SCORE = 500
-"""Of the server and its child, Linux shall end the child when memory runs out."""
+"""Makes Linux end the child, and not the server, when memory runs out."""
 NICE = 10
-"""Behind the server and the desktop; Linux derives from it whose reads and writes go first, too."""
+"""Priority behind the server and the desktop; Linux also orders reads and writes by it."""
 
 RARELY = (50_000, 20, 20)
 """Thresholds of Python's garbage collection: imports make half a million objects that stay, and it reads them all."""
@@ -82,7 +82,7 @@ def main(arguments: list[str]) -> int:
 
 
 def _private_stdout() -> Any:
-    """Our own way out; whoever else writes to stdout, in Python or below it, writes to stderr."""
+    """A private copy of stdout; all other writes to stdout, in Python or below it, go to stderr."""
     events = os.fdopen(os.dup(1), "wb", buffering=0)
     os.dup2(2, 1)
     sys.stdout = sys.stderr
@@ -107,7 +107,7 @@ def _die_with(parent: int) -> None:
 
 
 def _be_modest() -> None:
-    """Leave processor and memory to the server first."""
+    """Give the server priority for processor and memory."""
     try:
         if hasattr(os, "nice"):
             os.nice(NICE)
@@ -117,9 +117,9 @@ def _be_modest() -> None:
 
 
 def _keep_to(task: dict) -> None:
-    """Let allocations fail beyond the ``memory`` of a task, with its weights' file, which is mapped.
+    """Make allocations fail beyond the ``memory`` of a task, with its weights' file, which is mapped.
 
-    Linux would grant them, and then end whichever process it likes.
+    Linux would grant them, and then kill any process.
     """
     if "memory" not in task or sys.platform != "linux":
         return

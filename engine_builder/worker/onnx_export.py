@@ -34,14 +34,14 @@ def export_onnx(
     """Export ``function`` to ``folder/model.onnx`` with dynamic axes, its weights to ``model.onnx.data``, and check it.
 
     The graph never holds weights: it is traced with parameters as inputs, and these then become initialisers that
-    point into the data file. Each parameter has an initialiser of its name, and ``parameters.json`` tells which one
-    holds which, so that a later refit finds them all; one that the graph does not use is missing there.
+    point into the data file. Each parameter has an initialiser of its name, and ``parameters.json`` maps
+    parameters to initialisers for a later refit; a parameter that the graph does not use is missing there.
 
     Args:
         function: takes the inputs in order, gives a tuple of the outputs in order.
         symbols: sizes of the example that is traced.
         offsets: where each parameter lies in ``model.onnx.data``, when that is written already.
-        names: the parameters' names for ``parameters.json``; those of ``function`` by default.
+        names: the parameters' names for ``parameters.json``; by default their names in ``function``.
 
     Raises:
         onnx.checker.ValidationError: the exporter made a graph that is not valid ONNX.
@@ -88,7 +88,7 @@ def _trace(
             tuple(sample_inputs(inputs, symbols, seed=0).values()),
             graph,
             export_params=False,
-            keep_initializers_as_inputs=True,  # else those of equal contents are merged, after reading them all
+            keep_initializers_as_inputs=True,  # else initialisers of equal contents are merged, after reading them all
             input_names=[s.name for s in inputs],
             output_names=[s.name for s in outputs],
             dynamic_axes={name: a for name, a in axes.items() if a},
@@ -129,9 +129,9 @@ def _attach_weights(
 
 @contextlib.contextmanager
 def _fast_half_convolutions() -> Iterator[None]:
-    """Compute half precision convolutions in float32 meanwhile: torch has no fast one for CPUs.
+    """Compute half precision convolutions in float32 meanwhile: torch has no fast kernel for CPUs.
 
-    Below the tracer, which sees none of it. A torch that computes them otherwise is only slower.
+    This happens below the tracer, which does not see it. In a torch with other internals the export is only slower.
     """
 
     def convolution(x: Any, weight: Any, _kernel: Any, bias: Any, stride: Any, padding: Any) -> torch.Tensor:
@@ -153,7 +153,7 @@ def _fast_half_convolutions() -> Iterator[None]:
 def _shapes_without_weights() -> Iterator[None]:
     """Keep the exporter's shape inference from transposing all linear weights, which says nothing about shapes.
 
-    Else it computes whatever follows from parameters alone, and holds it: minutes and gigabytes. The graph is the same
+    Else it computes and holds all values that depend only on parameters: minutes and gigabytes. The graph is the same
     to the bit.
     """
     name = "_jit_pass_onnx_graph_shape_type_inference"

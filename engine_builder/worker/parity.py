@@ -1,4 +1,4 @@
-"""Does the graph compute what the native module computes? Fresh random inputs, several shapes, figures on record."""
+"""Comparison of a graph with the native module: fresh random inputs, several shapes, figures on record."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from ...sessions.session import Runner
 log = logging.getLogger(__name__)
 
 NARROW = "/bfloat16"
-"""Ends the names of weights that are cast."""
+"""End of the names of weights that are cast."""
 
 
 def in_float32_graph(path: Path) -> Path:
@@ -59,13 +59,13 @@ def _widen(node: onnx.NodeProto) -> None:
 
 @dataclass(frozen=True)
 class Case:
-    """One call and what native gives for it.
+    """One call and native's results for it.
 
     Attributes:
         symbols: its sizes.
         given: inputs by name, in the engine's dtypes, on the CPU.
         expected: native's outputs in order, on the CPU; computed in float32 where that could be had.
-        native: how far from them native is in half precision; None where that is not known.
+        native: native's distance from them in half precision; None where that is not known.
     """
 
     symbols: dict[str, int]
@@ -80,7 +80,7 @@ def reference_cases(
     """Calls of some sizes, with native's outputs in float32, whatever dtype its weights are in.
 
     Weights are cast layer by layer, so this takes no memory beside them. Nothing of the function is needed afterwards:
-    drop it before an engine is opened. Native's own error is that of the first call: half precision is slow on a CPU.
+    drop it before an engine is opened. Native's own error is from the first call: half precision is slow on a CPU.
     """
     cases, cpu = [], torch.device("cpu")
     for seed, symbols in enumerate(calls, start=1):
@@ -96,7 +96,7 @@ def native_case(
     """A call on a device with native's results, in float32 where that can be had.
 
     Args:
-        own: whether to measure how far native in half precision is from that.
+        own: whether to measure native's distance from float32 in half precision.
     """
     tensors = [tensor.to(device) for tensor in given.values()]
     exact, error = results_in_float32(function, tensors), None
@@ -111,7 +111,7 @@ def native_case(
 def _own_error(
     function: torch.nn.Module, tensors: Sequence[torch.Tensor], exact: Sequence[torch.Tensor]
 ) -> float | None:
-    """Native's distance from float32 in half precision; None where torch cannot compute it so on this device."""
+    """Native's distance from float32 in half precision; None where torch cannot compute that on this device."""
     try:
         return furthest([str(i) for i in range(len(exact))], function(*tensors), exact)[1]
     except RuntimeError as error:
@@ -152,7 +152,7 @@ def check_parity(
 
     Args:
         cases: from ``reference_cases``.
-        limit: largest relative error that passes where native's own is not known; that of the precision by default.
+        limit: largest relative error that passes where native's own is not known; by default the precision's.
 
     Returns:
         The record for the manifest: per case its symbols and the largest relative error of its outputs.

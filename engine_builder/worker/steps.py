@@ -1,7 +1,7 @@
 """Steps of a build outside the server's process: export with its check against native, and the backend's build.
 
 They take and give JSON and never see the live model. The export needs no GPU, the backend's build no ComfyUI. A
-backend that runs live weights has one step instead, its own. An engine is compared with native: see ``validate``.
+backend that runs live weights has a single step of its own. The comparison of an engine with native is in ``validate``.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def export(task: Task, progress: Progress) -> dict:
 
     outputs = tensors_of(task)[1]
     started = time.perf_counter()
-    graph, cases, exported = _graph_and_reference(task, progress)  # with the module gone, its memory is the session's
+    graph, cases, exported = _graph_and_reference(task, progress)  # the module is freed for the session
     progress("comparing with the normal model", 0.7)
     parity = check_parity(graph, cases, outputs, task["precision"], task["limit"])
     done = {
@@ -50,7 +50,7 @@ def export(task: Task, progress: Progress) -> dict:
 
 
 def _graph_and_reference(task: Task, progress: Progress) -> tuple[Path, list[Case], float]:
-    """The network as a graph, what native computes with it, and when the graph was done."""
+    """The network as a graph, native's results, and the time at which the graph was done."""
     from ...comfy_model.snapshot import offsets_of
     from .onnx_export import export_onnx
     from .parity import reference_cases

@@ -1,4 +1,4 @@
-"""The step that holds an engine against native: in the child process, on the engine's own device."""
+"""The step that compares an engine with native: in the child process, on the engine's own device."""
 
 from __future__ import annotations
 
@@ -24,22 +24,22 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 SCALED = 0.1
-"""The weights of an engine that takes any are changed by up to so much of themselves, each by another factor."""
+"""Largest relative change of weights for engines of any weights, each weight by another factor."""
 
 
 def check_engine(task: Task, progress: Progress) -> dict:
     """Open an engine and compare it with native at the least, best and largest sizes that it accepts; time both.
 
-    One that takes any weights is given others than it was built with, and compared with native on these. One that has
-    its own when it is opened is compared with these first, then with half of them replaced, as LoRAs do, then with all.
+    An engine of any weights is compared with other weights than it was built with. If it has weights when it is
+    opened, it is compared with these first, then with half of them replaced, as LoRAs do, then with all.
 
     The task has ``engine`` (its folder), ``manifest``, ``device`` (``cuda`` or ``cpu``), ``limit``, the sizes of
-    ``extremes`` and that which is ``timed`` on a GPU, ``origin`` and ``advice`` (which engine it is and what to do when
+    ``extremes`` and the ``timed`` size on a GPU, ``origin`` and ``advice`` (which engine it is and what to do when
     it fails, in words), the network and the backend (see ``task``).
 
     Raises:
         ValidationFailed: it differs from native by more than the limit, or cannot be opened or run.
-        Unavailable: this machine has not the memory for a comparison.
+        Unavailable: this machine lacks memory for a comparison.
         OSError: the comparison could not be made, which says nothing of the engine.
     """
     progress("timing the normal model", 0.0)
@@ -108,9 +108,9 @@ class _Stage:
     """Results of native with some weights.
 
     Attributes:
-        changed: the initialisers that the stage before had other weights in.
-        weights: all that the engine has to have now, by initialiser; of one that takes any.
-        native_ms: of a call, on a GPU.
+        changed: the initialisers whose weights differ from the stage before.
+        weights: all weights of this stage by initialiser, for engines of any weights.
+        native_ms: milliseconds of a native call, on a GPU.
     """
 
     changed: list[str]
@@ -120,7 +120,7 @@ class _Stage:
 
 
 def _native(task: Task, engine: Engine, device: torch.device, progress: Progress) -> list[_Stage]:
-    """Run native with all the weights that the engine has to have; its memory there is free afterwards."""
+    """Run native with the weights of each stage; its memory on the device is free afterwards."""
     changes, changed, stages = _changes(engine, backend_of(task).keeps_weights), set(), []
     for change in changes:
         changed |= set(change)
@@ -136,7 +136,7 @@ def _native(task: Task, engine: Engine, device: torch.device, progress: Progress
 
 
 def _changes(engine: Engine, keeps_weights: bool) -> list[list[str]]:
-    """Return which initialisers get other weights, stage by stage."""
+    """Return the initialisers that get other weights, stage by stage."""
     if not engine.manifest.identity.any_weights:
         return [[]]
     names = sorted(engine.read_parameters().values())
@@ -144,7 +144,7 @@ def _changes(engine: Engine, keeps_weights: bool) -> list[list[str]]:
 
 
 def _weights(engine: Engine, module: torch.nn.Module, changed: set[str]) -> dict[str, torch.Tensor]:
-    """Scale each of a network's changed parameters by a factor of its own; all of them by their initialisers' names."""
+    """Scale each changed parameter of a network by its own factor; return all of them by their initialisers' names."""
     import torch
 
     generator = torch.Generator().manual_seed(7)
@@ -162,7 +162,7 @@ def _computed(
 ) -> tuple[list[Case], float | None]:
     """The cases of a function, and on a GPU the milliseconds of a call.
 
-    Each size has a case near the start of sampling, with random residuals, and one near its end, with none.
+    Each size has a case near the start of sampling, with random residuals, and a case near its end, without residuals.
     """
     import torch
 
@@ -196,7 +196,7 @@ def _timed(task: Task, cases: list[Case]) -> Case:
 
 
 def _engine_milliseconds(runner: Runner, case: Case, engine: Engine) -> float:
-    """One call as a prompt makes it: by a CUDA graph where the backend allows it."""
+    """Time a call as a prompt makes it: by a CUDA graph where the backend allows it."""
     import torch
 
     from ...sessions import gpu_timing

@@ -125,5 +125,5 @@ def windows_rules() -> Iterator[WindowsRules]:
         patch.setattr(shutil, "_use_fd_functions", False)
         patch.setitem(sys.modules, "msvcrt", msvcrt)
         patch.setattr(atomic_files, "WINDOWS", True)
-        patch.setattr(atomic_files, "PATIENCE", 0.3)
+        patch.setattr(atomic_files, "RENAME_SECONDS", 0.3)
         yield rules
