@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import torch
@@ -12,7 +12,9 @@ from ...architectures.shapes import TensorSpec
 from ...comfy_model.joined_weights import live_weights
 from ...comfy_model.network import NativeNetwork
 from ...comfy_model.torch_kernels import best_attention
+from ...engine_library import Engine
 from ...sessions.per_image_cache import PerImagePasses
+from . import wiring
 from .compiled import Compiled, lifted
 from .kinds import InBlocks, Kinds
 
@@ -83,10 +85,10 @@ class LiveNetwork:
         self._find_weights()
         return self._of_blocks
 
-    def add_compiled(self, sizes: Sizes, compiled: Compiled | Kinds, judge: Callable[[float], None] | None) -> None:
-        """Use ``compiled`` for calls of exactly these sizes; see ``InBlocks`` for ``judge``."""
+    def add_compiled(self, sizes: Sizes, compiled: Compiled | Kinds, engine: Engine | None = None) -> None:
+        """Use ``compiled``, an engine's, for calls of exactly these sizes."""
         if isinstance(compiled, Kinds):
-            compiled = InBlocks(self.function, compiled, self._weights_of_blocks, judge)
+            compiled = InBlocks(self.function, compiled, self._weights_of_blocks, wiring.judge_of(engine))
         self._compiled[sizes] = compiled
 
     def forget_compiled(self, sizes: Sizes) -> None:

@@ -25,7 +25,7 @@ from ...sessions.cuda_graphs import GraphCache
 from ...sessions.gpu_memory import EVERYTHING, is_out_of_memory, make_room, need_room, no_room
 from ...sessions.session import first_line, misfit, refusal_of, refuse, shared
 from ...sessions.zeros import Zeros
-from . import opened_files, wiring
+from . import opened_files
 from .compiled import Compiled
 from .network import LiveNetwork, Sizes, frozen
 
@@ -353,7 +353,7 @@ class LiveSession:
         started = time.perf_counter()
         try:
             opened = self.backend.open_live(engine, dict(plan.sizes), self.device)
-            self._live.add_compiled(plan.sizes, opened, wiring.judge_of(engine))
+            self._live.add_compiled(plan.sizes, opened, engine)
         except Exception as error:
             self._refuse(engine, error)
             return
