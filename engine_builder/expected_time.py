@@ -27,7 +27,8 @@ MEASURED: dict[tuple[str, str], tuple[tuple[float, float], ...]] = {
     ("vae_encoder", "torch"): ((0.084e9, 30.3),),
 }
 """Kind and backend -> parameters and wall seconds, from benchmarks/results: builds.json (2 CPU cores), h200.json and
-vae_h200.json, tensorrt86_h200.json for TensorRT (8.6 only). SDXL's row: level 1, while another build ran."""
+vae_h200.json, tensorrt86_h200.json for TensorRT (8.6 only). The larger model's row is of level 1, while
+another build ran."""
 
 
 def expected_seconds(order: BuildOrder, library: Library) -> float | None:
