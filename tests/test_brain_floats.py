@@ -8,6 +8,8 @@ import onnx
 import pytest
 from builds import PROFILE, small_network
 from hybrid_trt.backends import Backend, BuildRequest, Progress, backends
+from hybrid_trt.backends.tensorrt.full import BACKEND as FULL
+from hybrid_trt.backends.tensorrt.version8.backend import BACKEND as VERSION8
 from hybrid_trt.engine_builder.build import build_engine, run_here
 from hybrid_trt.engine_builder.order import BuildOrder
 from hybrid_trt.engine_builder.worker import onnx_export
@@ -67,23 +69,21 @@ def test_a_graph_that_computes_something_else_is_refused(tmp_path: Path, monkeyp
         build(tmp_path)
 
 
-@pytest.mark.parametrize("name", ["onnxruntime", "tensorrt"])
+@pytest.mark.parametrize("backend", [ALL["onnxruntime"], VERSION8], ids=["onnxruntime", "TensorRT 8.6"])
 def test_who_has_none_says_so_before_anything_is_exported(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    backend: Backend, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    backend = ALL[name]
-    if name == "tensorrt":
+    if backend is VERSION8:
         monkeypatch.setattr(type(backend), "version", lambda _self: "8.6.0")
         monkeypatch.setattr(type(backend), "cannot_build", lambda *_: None)
         monkeypatch.setattr(type(backend), "target", lambda *_: "sm_61 a card")
-    with pytest.raises(BuildError, match=rf"{name} .* has no bfloat16, .* choose float16 or float32"):
+    with pytest.raises(BuildError, match=rf"{backend.name} .* has no bfloat16, .* choose float16 or float32"):
         build(tmp_path, backend)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_newer_tensorrt_has_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    for version, has in (("8.6.0", False), ("10.13.3.9", True), ("11.0.0", True)):
-        monkeypatch.setattr(type(ALL["tensorrt"]), "version", lambda _self, version=version: version)
-        assert ("bfloat16" in ALL["tensorrt"].precisions) is has
+def test_newer_tensorrt_has_them() -> None:
+    assert "bfloat16" not in VERSION8.precisions
+    assert "bfloat16" in FULL.precisions
     assert "bfloat16" in ALL["tensorrt_rtx"].precisions
     assert "bfloat16" in ALL["torch"].precisions
