@@ -86,7 +86,10 @@ class FileBackend(Backend):
         """The session of one engine."""
         from ..sessions.file_session import file_session  # needs ComfyUI
 
-        return file_session(engine, self.load, network.device, network, self.keeps_weights)
+        def load(engine: Engine, device: torch.device) -> Runner:
+            return self.load(engine, device)
+
+        return file_session(engine, load, network.device, network, self.keeps_weights)
 
 
 def _hold(engines: Collection[Engine], profile: Profile) -> bool:
