@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,6 +13,7 @@ import pytest
 import token_networks
 import torch
 from compiling import COMPILES
+from fake_engine import publish_engine
 from fake_recorder import Recorder
 from flux_networks import network as flux_network
 from hybrid_trt.architectures import Architecture, architectures
@@ -191,6 +193,20 @@ def test_the_first_call_of_a_machine_shows_whether_each_block_has_its_own_weight
     plainly.clear()
     assert relative_error(called(list)[0], swapped) <= LIMIT
     assert len(plainly) == 1, "it is not compared again"
+
+
+@pytest.mark.parametrize(("precision", "error", "kept", "refused"), [
+    ("bfloat16", 0.25, True, False), ("bfloat16", 1.2, False, True), ("float32", 2e-3, False, True),
+    ("float16", float("inf"), False, False)])  # fmt: skip
+def test_rounding_in_half_precision_refuses_no_engine_and_values_that_are_no_numbers_say_nothing(
+    tmp_path: Path, precision: str, error: float, kept: bool, refused: bool
+) -> None:
+    like = publish_engine(tmp_path / "like").manifest
+    manifest = replace(like, identity=replace(like.identity, precision=precision))
+    engine = Library([tmp_path]).publish(Library([tmp_path]).building_folder(), manifest, record=trust.BUILT_HERE)
+    with pytest.raises(wiring.Miswired) if refused else nullcontext():
+        wiring.judge_of(engine)(error)
+    assert (trust.figures(engine).get(wiring.FIGURE) == error) is kept
 
 
 @COMPILES
