@@ -18,7 +18,7 @@ TORCH ?= 2.7.1
 ENVIRONMENT = $(PYTHON) tools/environment.py
 OTHER_VERSIONS = $(PYTHON) tools/other_versions.py
 # They use torch's internals, and ComfyUI's modules without its server.
-TORCH_TESTS = $(addprefix tests/test_,$(addsuffix .py,\
+TORCH_TESTS = $(addprefix tests/*/test_,$(addsuffix .py,\
 	any_size attention choices compiled_files compute_dtype cuda_graphs decompositions export file_session_graphs \
 	fused_layers graph_memory kept_weights large_graphs live_torch memory_layout one_size parallel parts \
 	recorded_launchers weights_hashes))

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT / name) for name in ("tools", "tests/support", "tests") if str(ROOT / name) not in sys.path]
+sys.path[:0] = [str(ROOT / name) for name in ("tools", "tests/support", "tests/sampling") if str(ROOT / name) not in sys.path]
 
 import numpy
 from comfy_process import ComfyProcess

@@ -24,7 +24,7 @@ class Fault(NamedTuple):
 
 def faults(folder: Path = TESTS) -> Iterator[Fault]:
     """Yield the fault of each mark, in the order of the modules."""
-    for path in sorted(folder.glob("test_*.py")):
+    for path in sorted(folder.rglob("test_*.py")):
         for function in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             for mark in getattr(function, "decorator_list", ()):
                 if ast.unparse(mark).startswith("pytest.mark.fault"):

@@ -26,7 +26,7 @@ from scenarios import (
     relative_difference,
 )
 
-MODELS = Path(__file__).resolve().parent.parent / "docs" / "models.md"
+MODELS = Path(__file__).resolve().parents[2] / "docs" / "models.md"
 LIMIT = 1e-5
 BUILD = {"when_missing": "build now"}
 XL = Scenario("sdxl", width=64, height=64, controls=(), settings=BUILD, steps=2)

@@ -1,6 +1,6 @@
 """TensorRT engines run for real. On a machine with an RTX card, or with full TensorRT and any NVIDIA GPU:
 
-    pytest -m gpu tests/test_tensorrt_gpu.py
+    pytest -m gpu tests/backends/test_tensorrt_gpu.py
 
 Without one, each test is skipped with the reason that the node would show.
 """

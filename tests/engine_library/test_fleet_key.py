@@ -24,7 +24,7 @@ from hybrid_trt.engine_builder.command_line import main as cli
 from hybrid_trt.engine_library import Engine, Library, Reason, fleet_key, trust
 from hybrid_trt.engine_library.manifest import MANIFEST_NAME, RECORD_NAME
 
-WORKER = Path(__file__).parent / "support" / "fleet_worker.py"
+WORKER = Path(__file__).parents[1] / "support" / "fleet_worker.py"
 HERE, DRIVER = "sm_90 NVIDIA H100", "580.1"
 POSIX = pytest.mark.skipif(os.name == "nt", reason="Windows keeps no such rights")
 

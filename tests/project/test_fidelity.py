@@ -10,7 +10,7 @@ import pytest
 from comfy_process import ComfyProcess
 from pack import ROOT
 
-for folder in ("tests", "benchmarks"):  # behind the tests' own modules, some of which have the same names
+for folder in ("tests/sampling", "benchmarks"):  # behind the tests' own modules, some of which have the same names
     if str(ROOT / folder) not in sys.path:
         sys.path.append(str(ROOT / folder))
 

@@ -1,6 +1,6 @@
 """A VAE of full size on a GPU: compiled decoding in bfloat16, judged against float32 beside native's own error.
 
-    pytest -m gpu tests/test_vae_gpu.py
+    pytest -m gpu tests/families/test_vae_gpu.py
 
 Without an NVIDIA GPU each test is skipped. What holds on a CPU too is in ``test_vae.py``.
 """

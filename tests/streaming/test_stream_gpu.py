@@ -1,6 +1,6 @@
 """TRT Stream in one real ComfyUI on a GPU: each picture is the one that stock nodes make of its frame.
 
-    pytest -m gpu tests/test_stream_gpu.py
+    pytest -m gpu tests/streaming/test_stream_gpu.py
 
 The models are tiny; what counts is that each network is on the GPU when a frame needs it, and that graphs replay right.
 """

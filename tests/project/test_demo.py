@@ -14,7 +14,7 @@ import slow
 from PIL import Image, ImageChops
 from shipped_workflows import TRANSFORMERS
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 
 
 #: Calls in eight steps; a ControlNet acts in its range, and a VAE that decodes videos has no engine.

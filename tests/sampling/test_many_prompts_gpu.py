@@ -2,7 +2,7 @@
 
 Where engines are for one size, native serves the others. Be alone on the GPU: all that is in use there is looked at.
 
-    pytest -m gpu tests/test_many_prompts_gpu.py
+    pytest -m gpu tests/sampling/test_many_prompts_gpu.py
 
 Without a GPU that the backend takes, each test is skipped with the reason that the node would show.
 """

@@ -237,7 +237,7 @@ time.sleep(600)
 
 @pytest.mark.fault("a killed process left its locks", see="nothing: they are free at once")
 def test_locks_and_leftovers_of_a_killed_process_are_free_at_once(tmp_path: Path) -> None:
-    tests = Path(__file__).parent
+    tests = Path(__file__).parents[1]
     code = HOLDER.format(support=str(tests / "support"), tools=str(tests.parent / "tools"), folder=str(tmp_path))
     holder = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
     try:

@@ -37,7 +37,7 @@ from hybrid_trt.sessions.session import refuse
 from one_size import BEST, OF_PORTRAIT, PORTRAIT, PROFILE, build, handle_of, of_one_size, only, serve
 from small_networks import network
 
-MEASURED = Path(__file__).resolve().parent.parent / "benchmarks" / "results" / "tensorrt86_h200.json"
+MEASURED = Path(__file__).resolve().parents[2] / "benchmarks" / "results" / "tensorrt86_h200.json"
 ORT, FULL = backends()["onnxruntime"], backends()["tensorrt"]
 
 __all__ = ["of_one_size"]  # a fixture

@@ -1,6 +1,6 @@
 """Streams drawn at random give the pictures of stock nodes, frame by frame.
 
-Slow: some five seconds for each. `make test ARGS="-m slow tests/test_random_streams.py"`
+Slow: some five seconds for each. `make test ARGS="-m slow tests/streaming/test_random_streams.py"`
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """One server for hundreds of prompts with mishaps between them: no wrong picture, no error, no growing memory.
 
-CI runs sixty prompts. The long one is a thousand: `make test ARGS="-m slow tests/test_soak.py"`.
+CI runs sixty prompts. The long one is a thousand: `make test ARGS="-m slow tests/sampling/test_soak.py"`.
 HYBRID_TRT_SOAK="seed=1 count=1000 seconds=900 out=soak.json" chooses otherwise, and keeps its figures.
 With `device=gpu` the server runs on the GPU in half precision, and the GPU's memory is read too: be alone there.
 """
@@ -112,7 +112,7 @@ def record(seen: soak.Figures, errors: list[str], chosen: dict[str, str]) -> dic
                      "growth": round(soak.growth(readings) / max(readings), 5)}
               for name in FLOOR if len(readings := getattr(seen, name)) > 2}  # fmt: skip
     return {
-        "command": f'HYBRID_TRT_SOAK="{said} out=soak.json" pytest -n 0 -m slow tests/test_soak.py',
+        "command": f'HYBRID_TRT_SOAK="{said} out=soak.json" pytest -n 0 -m slow tests/sampling/test_soak.py',
         "machine": torch.cuda.get_device_name(0) if chosen["device"] != "cpu" else f"a CPU, {os.cpu_count()} cores",
         "python": platform.python_version(), "torch": torch.__version__,
         "date": datetime.now(timezone.utc).date().isoformat(),

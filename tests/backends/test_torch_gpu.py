@@ -1,6 +1,6 @@
 """The torch backend on a GPU, where its CUDA graphs and streams are real. On a machine with an NVIDIA GPU:
 
-    pytest -m gpu tests/test_torch_gpu.py
+    pytest -m gpu tests/backends/test_torch_gpu.py
 
 Without one each test is skipped. What holds on a CPU too is in ``test_live_torch.py`` and ``test_cuda_graphs.py``.
 """
@@ -241,7 +241,7 @@ def test_what_cannot_be_recorded_runs_plainly_and_says_why() -> None:
 
 def said_by_failed_captures(allocator: str, *arguments: str) -> str:
     """Run the script in a process of its own: the allocator is chosen once, and a wrong free ends the process."""
-    script = Path(__file__).parent / "support" / "failed_capture_on_gpu.py"
+    script = Path(__file__).parents[1] / "support" / "failed_capture_on_gpu.py"
     ended = subprocess.run([sys.executable, "-P", str(script), *arguments], capture_output=True, text=True, check=False,
                            env=os.environ | {"PYTORCH_CUDA_ALLOC_CONF": f"backend:{allocator}"})
     assert ended.returncode == 0, ended.stderr[:1000] + ended.stderr[-1000:]
@@ -267,7 +267,7 @@ def test_an_interrupted_recording_leaves_nothing_behind_and_the_next_one_is_made
 @pytest.mark.parametrize("allocator", ["native", "cudaMallocAsync"])
 def test_controlnets_side_by_side_take_no_more_memory_with_each_step(allocator: str) -> None:
     """In a process of its own: the allocator is chosen once. One of a step's 32 MiB used to stay behind."""
-    script = Path(__file__).parent / "support" / "side_by_side_on_gpu.py"
+    script = Path(__file__).parents[1] / "support" / "side_by_side_on_gpu.py"
     ended = subprocess.run([sys.executable, "-P", str(script)], capture_output=True, text=True, check=False,
                            env=os.environ | {"PYTORCH_CUDA_ALLOC_CONF": f"backend:{allocator}"})
     assert ended.returncode == 0, ended.stderr[-2000:]
@@ -280,7 +280,7 @@ def test_memory_of_graphs_is_given_back_between_runs_and_they_compute_the_same_a
     allocator: str, at_least: int
 ) -> None:
     """In a process of its own: the allocator is chosen once, and ``native`` keeps such memory in pools of torch's."""
-    script = Path(__file__).parent / "support" / "graph_memory_on_gpu.py"
+    script = Path(__file__).parents[1] / "support" / "graph_memory_on_gpu.py"
     ended = subprocess.run([sys.executable, "-P", str(script)], capture_output=True, text=True, check=False,
                            env=os.environ | {"PYTORCH_CUDA_ALLOC_CONF": f"backend:{allocator}"})
     assert ended.returncode == 0, ended.stderr[-2000:]

@@ -18,7 +18,7 @@ from workflow_blueprints import BLUEPRINTS
 
 __all__ = ["browser"]  # a fixture
 
-FOLDER = Path(__file__).resolve().parent.parent / "subgraphs"
+FOLDER = Path(__file__).resolve().parents[2] / "subgraphs"
 TITLE = "Two ControlNets, accelerated"
 #: Puts the tiny models and sizes in, two pictures before the node, a report and a saved picture behind it.
 WIRE = """() => { const node = app.graph.nodes.find(n => n.isSubgraphNode?.());

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from comfy_process import ComfyProcess
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 NODES = ("TRTAccelerate", "TRTUNetEngine", "TRTControlNetEngine", "TRTVAEEngine", "TRTApplyControlNet",
          "TRTSamplerPatch", "TRTReport", "TRTCompare", "TRTStream", "TRTFrame")
 

@@ -1,6 +1,6 @@
 """Workflows drawn at random, and every stock node that takes a MODEL, act through engines as natively.
 
-Slow: about a quarter of an hour. `make test ARGS="-m slow tests/test_random_workflows.py"`
+Slow: about a quarter of an hour. `make test ARGS="-m slow tests/sampling/test_random_workflows.py"`
 """
 
 from __future__ import annotations

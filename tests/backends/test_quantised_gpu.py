@@ -1,6 +1,6 @@
 """Quantised layers on a GPU, where ComfyUI multiplies them as they are, and under dynamic VRAM.
 
-    pytest -m gpu tests/test_quantised_gpu.py
+    pytest -m gpu tests/backends/test_quantised_gpu.py
 
 Without an NVIDIA GPU each test is skipped. What holds on a CPU too is in ``test_quantised_engines.py``.
 """
@@ -102,7 +102,7 @@ def test_a_compiled_engine_follows_loras_and_is_as_near_to_float32_as_native(nam
 
 def test_under_dynamic_vram_patched_layers_give_native_s_result_and_plain_fp8_weights_one_of_native_s_own() -> None:
     """In a process of its own: ComfyUI starts dynamic VRAM before all else."""
-    script = Path(__file__).parent / "support" / "dynamic_vram_on_gpu.py"
+    script = Path(__file__).parents[1] / "support" / "dynamic_vram_on_gpu.py"
     ended = subprocess.run([sys.executable, "-P", str(script)], capture_output=True, text=True, check=False)
     assert ended.returncode == 0, ended.stderr[-2000:]
     names = ["fp8", "int8 rows", FAST, "plain fp8"]

@@ -1,6 +1,6 @@
 """One real ComfyUI with two GPUs: MultiGPU CFG Split and Select Model Device, with engines on each GPU.
 
-    pytest -m gpu tests/test_two_gpus_gpu.py
+    pytest -m gpu tests/sampling/test_two_gpus_gpu.py
 
 With fewer than two NVIDIA GPUs each test is skipped. What holds with a double of a GPU is in ``test_several_gpus.py``.
 """

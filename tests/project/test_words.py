@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 NOT_OURS = {"build"}
 QUESTION = re.compile(r"(What|Whether|Who|How|Why|Where|When|Which|Whose)\b")
 

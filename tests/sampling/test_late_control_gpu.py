@@ -1,6 +1,6 @@
 """A UNet's engine beside its ControlNets on a GPU, where streams and gates are real. On a machine with an NVIDIA GPU:
 
-    pytest -m gpu tests/test_late_control_gpu.py
+    pytest -m gpu tests/sampling/test_late_control_gpu.py
 
 What holds on a CPU too is in ``test_late_control.py``.
 """

@@ -1,6 +1,6 @@
 """Packs change a network while it is sampled on a GPU: no CUDA graph of before is replayed.
 
-    pytest -m gpu tests/test_changed_while_sampling_gpu.py
+    pytest -m gpu tests/sampling/test_changed_while_sampling_gpu.py
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no NVIDIA GPU")]
 
-SCRIPT = Path(__file__).parent / "support" / "changes_on_gpu.py"
+SCRIPT = Path(__file__).parents[1] / "support" / "changes_on_gpu.py"
 
 
 def test_no_graph_serves_a_call_in_which_a_pack_changes_the_network(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ __all__ = ["backend", "queue"]  # fixtures: pytest finds them by name
 
 SILENCE = 2.0
 DAY = 86_400.0
-WORKER = Path(__file__).parent / "support" / "fleet_worker.py"
+WORKER = Path(__file__).parents[1] / "support" / "fleet_worker.py"
 pytestmark = pytest.mark.skipif(os.name == "nt", reason="processes are stopped by POSIX signals")
 
 
