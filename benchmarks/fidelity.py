@@ -26,7 +26,8 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT / name) for name in ("tools", "tests/support", "tests/sampling") if str(ROOT / name) not in sys.path]
+FOLDERS = [str(ROOT / name) for name in ("tools", "tests/support", "tests/sampling")]
+sys.path[:0] = [name for name in FOLDERS if name not in sys.path]
 
 import numpy
 from comfy_process import ComfyProcess

@@ -1,6 +1,7 @@
 """Workflows of newer families, drawn at random, and every stock model node on them, act through engines as natively.
 
-The slow part takes about half an hour on two cores. `make test ARGS="-n 0 -m slow tests/families/test_random_families.py"`
+The slow part takes about half an hour on two cores:
+`make test ARGS="-n 0 -m slow tests/families/test_random_families.py"`
 """
 
 from __future__ import annotations

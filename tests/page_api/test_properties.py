@@ -1,7 +1,8 @@
 """Properties that hold for whatever is sent or written: answers are strict JSON and no error of ours, files stay.
 
-Each is tried with a few drawn examples in CI, always the same, and with thousands in the slow profile: about
-five minutes, ``pytest -m slow tests/page_api/test_properties.py``. A failure is shown as the smallest example that has it.
+Each is tried with a few drawn examples in CI, always the same, and with thousands in the slow profile, which
+takes about five minutes: ``pytest -m slow tests/page_api/test_properties.py``. A failure is shown as the smallest
+example that has it.
 """
 
 from __future__ import annotations
