@@ -1,7 +1,7 @@
-"""The network families that can become engines, one module each.
+"""Architectures: the networks that can become engines, and what the rest of the pack asks of them.
 
-A module in this folder that defines ``ARCHITECTURES`` is a family: adding one is adding a file. An architecture looks
-at a loaded native module and says whether it is one of its family, what tensors go in and out, how to call it as a
+A module of ``families/`` that defines ``ARCHITECTURES`` is a family: adding one is adding a file. An architecture looks
+at a loaded native module and says whether the module is of its family, what tensors go in and out, how to call it as a
 function of tensors alone, and how ComfyUI's own calls become such calls. All sizes are read off the module, never from
 a table.
 """
@@ -18,6 +18,7 @@ from enum import Enum
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Protocol
 
+from . import families
 from .calls import Binding, PerImagePass
 from .shapes import Examples, Picture, Profile, Range, RequestedSizes, Sizes, Symbol, TensorSpec, words_for
 from .sizes import ANY
@@ -154,32 +155,40 @@ def needs() -> dict[str, tuple[str, ...] | None]:
     A family says so in ``NEEDS``, in the notation of ``comfyui_internals``.
     """
     found: dict[str, tuple[str, ...] | None] = {}
-    for entry in pkgutil.iter_modules(__path__):
+    for name in _names():
         try:
-            module = importlib.import_module(f".{entry.name}", __name__)
+            family = _family(name)
         except ImportError:
-            found[entry.name] = None
+            found[name] = None
             continue
-        if hasattr(module, "ARCHITECTURES"):
-            found[entry.name] = getattr(module, "NEEDS", ())
+        if hasattr(family, "ARCHITECTURES"):
+            found[name] = getattr(family, "NEEDS", ())
     return found
 
 
+def _names() -> list[str]:
+    return [entry.name for entry in pkgutil.iter_modules(families.__path__)]
+
+
+def _family(name: str) -> ModuleType:
+    return importlib.import_module(f"{families.__name__}.{name}")
+
+
 def _families() -> Iterator[ModuleType]:
-    for entry in pkgutil.iter_modules(__path__):
-        if entry.name in _left_out:
+    for name in _names():
+        if name in _left_out:
             continue
         try:
-            family = importlib.import_module(f".{entry.name}", __name__)
+            family = _family(name)
         except ImportError as error:  # ``needs`` tells of it, where it is a family's
-            log.debug("Hybrid TRT: %s is left out (%s)", entry.name, error)
+            log.debug("Hybrid TRT: %s is left out (%s)", name, error)
             continue
         if hasattr(family, "ARCHITECTURES"):
             yield family
 
 
 def architectures() -> dict[str, Architecture]:
-    """Every architecture of this folder by name."""
+    """Every architecture of the families by name."""
     return {architecture.name: architecture for family in _families() for architecture in family.ARCHITECTURES}
 
 

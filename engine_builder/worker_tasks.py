@@ -9,7 +9,8 @@ from pathlib import Path
 
 import torch
 
-from .. import architectures, backends
+from .. import backends
+from ..architectures import families
 from ..architectures.shapes import TensorSpec
 from ..backends import Backend, Progress
 from ..comfy_model.network import NativeNetwork
@@ -44,7 +45,7 @@ def network_task(network: NativeNetwork, structure: str) -> Task:
     """The part of a task by which a child finds a network, without its weights; see ``comfy_model.snapshot``."""
     return {
         "architecture": network.architecture().name,
-        "architecture_folders": list(architectures.__path__),
+        "family_folders": list(families.__path__),
         "structure": structure,
         "comfyui": str(comfyui_folder()),
     }

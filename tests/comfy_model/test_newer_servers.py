@@ -21,9 +21,9 @@ import zimage
 from comfy.quant_ops import QUANT_ALGOS, QuantizedTensor
 from comfy_kitchen.registry import registry
 from compiling import COMPILES
+from hybrid_trt.architectures.families.hunyuan_video import _plain_attention
+from hybrid_trt.architectures.families.ldm import sdpa
 from hybrid_trt.architectures.folded_activation import linear_behind
-from hybrid_trt.architectures.hunyuan_video import _plain_attention
-from hybrid_trt.architectures.ldm import sdpa
 from hybrid_trt.architectures.rotary import RotaryAttention
 from hybrid_trt.architectures.shapes import Profile
 from hybrid_trt.backends import backends

@@ -141,7 +141,7 @@ def union(control_net: controlnet.ControlNet, types: int) -> controlnet.ControlN
 
 def toy_model(seed: int) -> io.NodeOutput:
     """Return a model and a ControlNet of the toy family, which its file's folder alone adds to the pack's families."""
-    families = next(m for name, m in sys.modules.items() if name.endswith("hybrid-trt.architectures"))
+    families = next(m for name, m in sys.modules.items() if name.endswith("hybrid-trt.architectures.families"))
     if str(FAMILIES) not in families.__path__:
         families.__path__.append(str(FAMILIES))
     toy = importlib.import_module(f"{families.__name__}.toy")

@@ -13,7 +13,7 @@ from comfy.utils import load_torch_file
 from fake_recorder import Recorder
 from given_frames import Given, image, prompts, streamed, with_image
 from hybrid_trt.architectures import Role
-from hybrid_trt.architectures.autoencoder import AutoencoderSizes
+from hybrid_trt.architectures.families.autoencoder import AutoencoderSizes
 from hybrid_trt.comfy_model.network import NativeNetwork
 from hybrid_trt.engine_library import Library
 from hybrid_trt.sampling.controlnet import back_with_engine

@@ -17,14 +17,14 @@ import torch
 from comfy.ldm.flux.controlnet import ControlNetFlux
 from comfy.ldm.flux.layers import DoubleStreamBlock, SingleStreamBlock
 
-from . import Role
-from .blocks import in_blocks
-from .calls import Binding, EngineCall, OtherKind, PerImagePass, ResidualLayout, Unsupported
+from .. import Role
+from ..blocks import in_blocks
+from ..calls import Binding, EngineCall, OtherKind, PerImagePass, ResidualLayout, Unsupported
+from ..rotary import RotaryAttention, rotary_inputs, write_out_norms
+from ..shapes import Dim, TensorSpec
+from ..sizes import BATCH, IMAGE, LATENT, PATCH, PROMPT, ImageTokenSizes
+from ..token_layers import latent_to_tokens
 from .flux import FLUX1, KEPT, conditioning, conditioning_specs, rotary_of, thousandths
-from .rotary import RotaryAttention, rotary_inputs, write_out_norms
-from .shapes import Dim, TensorSpec
-from .sizes import BATCH, IMAGE, LATENT, PATCH, PROMPT, ImageTokenSizes
-from .token_layers import latent_to_tokens
 
 HINT, PIXELS = "hint", "hint_pixels"
 """The hint's tokens, which an engine takes; and the control image of the networks that encode it themselves."""

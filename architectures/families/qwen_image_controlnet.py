@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from comfy.ldm.qwen_image.controlnet import QwenImageControlNetModel
 
-from . import Role
-from .blocks import in_blocks
-from .calls import Binding, EngineCall, ResidualLayout, Unsupported
+from .. import Role
+from ..blocks import in_blocks
+from ..calls import Binding, EngineCall, ResidualLayout, Unsupported
+from ..shapes import Dim, TensorSpec
+from ..sizes import BATCH, PATCH, PICTURE, PROMPT, TokenSizes
+from ..token_layers import KEPT
 from .qwen_image import SIZES, places_of, tokens_of, written_out
-from .shapes import Dim, TensorSpec
-from .sizes import BATCH, PATCH, PICTURE, PROMPT, TokenSizes
-from .token_layers import KEPT
 
 
 @dataclass(frozen=True)

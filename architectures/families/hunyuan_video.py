@@ -16,14 +16,14 @@ import torch.nn.functional as F
 from comfy.ldm.flux.layers import DoubleStreamBlock, SingleStreamBlock, timestep_embedding
 from comfy.ldm.hunyuan_video.model import HunyuanVideo as Native
 
-from . import Role
-from .blocks import in_blocks
-from .calls import Binding, EngineCall, Unsupported
+from .. import Role
+from ..blocks import in_blocks
+from ..calls import Binding, EngineCall, Unsupported
+from ..rotary import RotaryAttention, write_out_norms
+from ..shapes import Dim, Range, RequestedSizes, Sizes, Symbol, TensorSpec
+from ..sizes import BATCH, FRAMES, PROMPT, VIDEO, VideoSizes
+from ..token_layers import KEPT, to_tokens
 from .flux import thousandths
-from .rotary import RotaryAttention, write_out_norms
-from .shapes import Dim, Range, RequestedSizes, Sizes, Symbol, TensorSpec
-from .sizes import BATCH, FRAMES, PROMPT, VIDEO, VideoSizes
-from .token_layers import KEPT, to_tokens
 
 GLYPHS, IMAGE = Dim("G"), Dim("I")
 SEEN, MOST_GLYPHS = 729, 256

@@ -17,13 +17,13 @@ import torch.nn.functional as F
 from comfy.ldm.common_dit import pad_to_patch_size
 from comfy.ldm.lumina.model import JointTransformerBlock, NextDiT, pos_ids_x
 
-from . import Role
-from .blocks import in_blocks
-from .calls import Binding, EngineCall, PerImagePass, Unsupported
-from .rotary import rotated
-from .shapes import TOKEN_STEP, Dim, Range, Sizes, Symbol, TensorSpec
-from .sizes import PATCH, ImageTokenSizes
-from .token_layers import attended
+from .. import Role
+from ..blocks import in_blocks
+from ..calls import Binding, EngineCall, PerImagePass, Unsupported
+from ..rotary import rotated
+from ..shapes import TOKEN_STEP, Dim, Range, Sizes, Symbol, TensorSpec
+from ..sizes import PATCH, ImageTokenSizes
+from ..token_layers import attended
 
 GROUP = 32
 """Native pads prompt and picture to a multiple of so many tokens."""

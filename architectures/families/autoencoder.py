@@ -16,10 +16,10 @@ from comfy.ldm.models.autoencoder import AutoencoderKL, AutoencodingEngine, Diag
 from comfy.ldm.modules.diffusionmodules.model import AttnBlock, Decoder, Encoder
 from comfy.taesd.taesd import TAESD
 
-from . import Role
-from .calls import Binding, EngineCall, Unsupported
-from .shapes import Dim, Picture, Profile, Range, RequestedSizes, Sizes, TensorSpec
-from .sizes import LATENT, LatentSizes
+from .. import Role
+from ..calls import Binding, EngineCall, Unsupported
+from ..shapes import Dim, Picture, Profile, Range, RequestedSizes, Sizes, TensorSpec
+from ..sizes import LATENT, LatentSizes
 
 CHANNELS = 3
 FILE_MARKS = ()

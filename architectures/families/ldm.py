@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from comfy.ldm.modules.attention import BasicTransformerBlock, CrossAttention, SpatialTransformer
 from comfy.ldm.modules.diffusionmodules.openaimodel import Downsample, ResBlock
 
-from .fused_linear import FusedLinear, Place, fuse
-from .shapes import Dim, TensorSpec
+from ..fused_linear import FusedLinear, Place, fuse
+from ..shapes import Dim, TensorSpec
 
 MOST_FUSED = 1 << 26
 """Elements of a weight that layers share: it is made anew while those that it is made from are still there."""

@@ -12,13 +12,13 @@ import torch
 from comfy.ldm.flux.layers import EmbedND
 from comfy.ldm.qwen_image.model import Attention, QwenImageTransformer2DModel, QwenImageTransformerBlock
 
-from . import Role
-from .blocks import in_blocks
-from .calls import Binding, EngineCall, ResidualLayout, Unsupported
-from .rotary import write_out_norms
-from .shapes import Dim, Sizes, TensorSpec
-from .sizes import BATCH, PATCH, PICTURE, PROMPT, REFERENCE, TokenSizes
-from .token_layers import KEPT, attended, to_latent
+from .. import Role
+from ..blocks import in_blocks
+from ..calls import Binding, EngineCall, ResidualLayout, Unsupported
+from ..rotary import write_out_norms
+from ..shapes import Dim, Sizes, TensorSpec
+from ..sizes import BATCH, PATCH, PICTURE, PROMPT, REFERENCE, TokenSizes
+from ..token_layers import KEPT, attended, to_latent
 
 INDEX, ZERO, NEGATIVE = "index", "index_timestep_zero", "negative_index"
 """ComfyUI's names of ways to place references; with any other name they lie beside each other."""

@@ -14,12 +14,12 @@ from comfy.ldm.flux.layers import EmbedND, timestep_embedding
 from comfy.ldm.krea2.model import SingleStreamBlock, SingleStreamDiT
 from comfy.utils import repeat_to_batch_size
 
-from . import Role
-from .blocks import in_blocks
-from .calls import Binding, EngineCall, Unsupported
-from .shapes import Dim, Sizes, TensorSpec
-from .sizes import BATCH, PATCH, PICTURE, PROMPT, REFERENCE, TokenSizes
-from .token_layers import KEPT, attended, to_latent
+from .. import Role
+from ..blocks import in_blocks
+from ..calls import Binding, EngineCall, Unsupported
+from ..shapes import Dim, Sizes, TensorSpec
+from ..sizes import BATCH, PATCH, PICTURE, PROMPT, REFERENCE, TokenSizes
+from ..token_layers import KEPT, attended, to_latent
 
 ZERO = "index_timestep_zero"
 """ComfyUI's name of the way to place references in which their time is zero."""

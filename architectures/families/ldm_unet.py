@@ -10,12 +10,13 @@ from typing import Any
 import torch
 from comfy.ldm.modules.diffusionmodules.openaimodel import UNetModel
 
-from . import Role, ldm
-from .calls import Binding, EngineCall, ResidualLayout, Unsupported
-from .fused_linear import FusedLinear
-from .kept_tokens import PLACE, TokensOfCall, kept_in
-from .shapes import Dim, TensorSpec
-from .sizes import LatentSizes
+from .. import Role
+from ..calls import Binding, EngineCall, ResidualLayout, Unsupported
+from ..fused_linear import FusedLinear
+from ..kept_tokens import PLACE, TokensOfCall, kept_in
+from ..shapes import Dim, TensorSpec
+from ..sizes import LatentSizes
+from . import ldm
 
 EARLIER = Dim("E")
 """Earlier frames whose tokens a call is given."""

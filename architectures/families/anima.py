@@ -14,13 +14,13 @@ from comfy.ldm.common_dit import pad_to_patch_size
 from comfy.ldm.cosmos.position_embedding import VideoRopePosition3DEmb
 from comfy.ldm.cosmos.predict2 import Attention, Block
 
-from . import Role
-from .blocks import in_blocks
-from .calls import Binding, EngineCall, Unsupported
-from .rotary import write_out_norms
-from .shapes import Dim, Range, Sizes, Symbol, TensorSpec
-from .sizes import BATCH, PATCH, PICTURE, PROMPT, TokenSizes
-from .token_layers import KEPT, attended, to_tokens, to_video
+from .. import Role
+from ..blocks import in_blocks
+from ..calls import Binding, EngineCall, Unsupported
+from ..rotary import write_out_norms
+from ..shapes import Dim, Range, Sizes, Symbol, TensorSpec
+from ..sizes import BATCH, PATCH, PICTURE, PROMPT, TokenSizes
+from ..token_layers import KEPT, attended, to_tokens, to_video
 
 
 @dataclass(frozen=True)

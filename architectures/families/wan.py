@@ -20,14 +20,14 @@ from comfy.ldm.wan.model import (
     WanT2VCrossAttention,
 )
 
-from . import Role
-from .blocks import in_blocks
-from .calls import Binding, EngineCall, Unsupported
-from .folded_activation import linear_behind
-from .rotary import write_out_norms
-from .shapes import Dim, Sizes, TensorSpec
-from .sizes import BATCH, FRAMES, PATCH, PROMPT, VIDEO, VideoSizes
-from .token_layers import KEPT, attended, to_tokens, to_video
+from .. import Role
+from ..blocks import in_blocks
+from ..calls import Binding, EngineCall, Unsupported
+from ..folded_activation import linear_behind
+from ..rotary import write_out_norms
+from ..shapes import Dim, Sizes, TensorSpec
+from ..sizes import BATCH, FRAMES, PATCH, PROMPT, VIDEO, VideoSizes
+from ..token_layers import KEPT, attended, to_tokens, to_video
 
 PATCHES = (1, PATCH, PATCH)
 CONTROLS, IMAGE = Dim("V"), Dim("I")

@@ -10,11 +10,12 @@ from typing import Any
 import torch
 from comfy.cldm.cldm import ControlNet
 
-from . import Role, ldm
-from .calls import Binding, EngineCall, OtherKind, PerImagePass, ResidualLayout, Unsupported
-from .fused_linear import FusedLinear
-from .shapes import Dim, TensorSpec
-from .sizes import LatentSizes
+from .. import Role
+from ..calls import Binding, EngineCall, OtherKind, PerImagePass, ResidualLayout, Unsupported
+from ..fused_linear import FusedLinear
+from ..shapes import Dim, TensorSpec
+from ..sizes import LatentSizes
+from . import ldm
 
 TYPE_EMBEDDING = "control_type_embedding"
 

@@ -4,9 +4,9 @@
 * SDXL, its refiner and its union ControlNets included: vector conditioning ``y``.
 """
 
+from ..shapes import RequestedSizes, Sizes
 from .ldm_controlnet import ControlNetArchitecture
 from .ldm_unet import UNetArchitecture
-from .shapes import RequestedSizes, Sizes
 
 SD15 = Sizes("SD1.5", 256, 512, 1024)
 SDXL = Sizes("SDXL", 512, 1024, 1536)

@@ -19,13 +19,13 @@ from comfy.ldm.anima.lllite import AnimaLLLite as Companion
 from comfy.ldm.anima.lllite import AnimaLLLiteModule
 from comfy.ldm.common_dit import pad_to_patch_size
 
+from ..blocks import in_blocks
+from ..calls import Binding, EngineCall, PerImagePass, Unsupported
+from ..model_patches import AbsorbedPatch, WithCompanion
+from ..shapes import Dim, TensorSpec
+from ..sizes import PATCH, PICTURE
 from .anima import NEEDS as _BASE_NEEDS
 from .anima import SIZES, Anima, OnTokens
-from .blocks import in_blocks
-from .calls import Binding, EngineCall, PerImagePass, Unsupported
-from .model_patches import AbsorbedPatch, WithCompanion
-from .shapes import Dim, TensorSpec
-from .sizes import PATCH, PICTURE
 
 _TARGETS = {
     "attn1_patch": {"q": "self_attn_q_proj", "k": "self_attn_k_proj", "v": "self_attn_v_proj"},

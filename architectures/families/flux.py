@@ -16,13 +16,13 @@ from typing import Any
 import torch
 from comfy.ldm.flux.model import Flux
 
-from . import Role
-from .blocks import in_blocks
-from .calls import Binding, EngineCall, ResidualLayout, Unsupported
-from .rotary import Rotary, RotaryAttention, rotary_inputs, write_out_norms
-from .shapes import Sizes, TensorSpec
-from .sizes import BATCH, IMAGE, PROMPT, ImageTokenSizes
-from .token_layers import latent_to_tokens, to_latent
+from .. import Role
+from ..blocks import in_blocks
+from ..calls import Binding, EngineCall, ResidualLayout, Unsupported
+from ..rotary import Rotary, RotaryAttention, rotary_inputs, write_out_norms
+from ..shapes import Sizes, TensorSpec
+from ..sizes import BATCH, IMAGE, PROMPT, ImageTokenSizes
+from ..token_layers import latent_to_tokens, to_latent
 
 FLUX1 = Sizes("Flux.1", 256, 1024, 1536, max_tokens=512)
 FLUX2 = Sizes("Flux.2", 256, 1024, 1536, max_tokens=512)

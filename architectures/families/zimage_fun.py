@@ -16,12 +16,12 @@ import torch.nn.functional as F
 from comfy.ldm.common_dit import pad_to_patch_size
 from comfy.ldm.lumina.controlnet import ZImage_Control, ZImageControlTransformerBlock
 
-from . import Role
-from .blocks import in_blocks
-from .calls import Binding, EngineCall, PerImagePass, Unsupported
-from .model_patches import AbsorbedPatch, WithCompanion
-from .shapes import Dim, Picture, Range, Symbol, TensorSpec
-from .sizes import PATCH
+from .. import Role
+from ..blocks import in_blocks
+from ..calls import Binding, EngineCall, PerImagePass, Unsupported
+from ..model_patches import AbsorbedPatch, WithCompanion
+from ..shapes import Dim, Picture, Range, Symbol, TensorSpec
+from ..sizes import PATCH
 from .zimage import GROUP, ZImage, ZImageSizes, block, finished, is_plain, started
 from .zimage import NEEDS as _BASE_NEEDS
 
