@@ -26,6 +26,21 @@ class OtherKind(Unsupported):
     """A call that was made for another kind of network."""
 
 
+def refuse_all_but(call: Mapping[str, Any], taken: Collection[str]) -> None:
+    """Raise Unsupported where a call gives an argument that is not in ``taken``."""
+    for name, value in call.items():
+        if value is not None and name not in taken:
+            raise Unsupported(name)
+
+
+def prompt_of(call: Mapping[str, Any]) -> torch.Tensor:
+    """Return the prompt's tokens; Unsupported where a call has none."""
+    context = call.get("context")
+    if context is None:
+        raise Unsupported("there is no prompt")
+    return context
+
+
 @dataclass(frozen=True, slots=True)
 class AsyncInputs:
     """Inputs of a call that are not computed yet.

@@ -77,7 +77,6 @@ class NetworkSizes:
 
     @property
     def symbols(self) -> Mapping[str, Symbol]:
-        """See ``Architecture``."""
         return {name: replace(symbol, step=self.pixels) if symbol.unit else symbol
                 for name, symbol in self.named.items()}  # fmt: skip
 
@@ -94,7 +93,6 @@ class NetworkSizes:
         return self.inputs(module, dtype)
 
     def profile(self, asked: RequestedSizes) -> Profile:
-        """See ``Architecture``."""
         asked.check()
         return Profile(self._ranges(asked.filled(self.sizes))).only(self.named)
 
@@ -117,7 +115,6 @@ class NetworkSizes:
         return math.ceil(max(1, side * self.patch // self.pixels) / self.patch)
 
     def examples(self, profile: Profile) -> Examples:
-        """See ``Architecture``."""
         return Examples(
             traced={symbol: size for symbol, size in self.traced.items() if symbol in profile.ranges},
             compared=_unlike(map(profile.clamp, self.compared)),
@@ -130,7 +127,6 @@ class NetworkSizes:
         return call
 
     def calls(self, profile: Profile, picture: Picture) -> list[dict[str, int]]:
-        """See ``Architecture``."""
         known, usual = self._of_picture(picture), profile.sizes("opt")
         return [{s: {**known, "B": batch}.get(s, n) for s, n in usual.items()} for batch in self._batches(picture)]
 

@@ -37,6 +37,9 @@ _ADDRESS = " at 0x"
 _ELSEWHERE = "-"
 """Text of a value that is written elsewhere, or belongs to no layout."""
 
+_EARLIER = {".token_layers.PlainNorm": ".rotary.PlainNorm"}
+"""Places of our classes that have moved -> those that stored keys name."""
+
 
 def structure_hash(module: torch.nn.Module, live: bool = False) -> str:
     """Hash a network's names, shapes and settings: it stands for any weights in the identity of its engines.
@@ -163,7 +166,8 @@ def _place(found: type | types.FunctionType) -> str:
     module = getattr(found, "__module__", None) or ""
     for package in (families.__name__, architectures.__name__):
         module = module.removeprefix(package)
-    return f"{module}.{found.__qualname__}"
+    place = f"{module}.{found.__qualname__}"
+    return _EARLIER.get(place, place)
 
 
 def _is_of(found: type | types.FunctionType, module: str) -> bool:

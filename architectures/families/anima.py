@@ -16,11 +16,10 @@ from comfy.ldm.cosmos.predict2 import Attention, Block
 
 from .. import Role
 from ..blocks import in_blocks
-from ..calls import Binding, EngineCall, Unsupported
-from ..rotary import write_out_norms
+from ..calls import Binding, EngineCall, Unsupported, prompt_of, refuse_all_but
 from ..shapes import Dim, Range, Sizes, Symbol, TensorSpec
 from ..sizes import BATCH, PATCH, PICTURE, PROMPT, TokenSizes
-from ..token_layers import KEPT, attended, to_tokens, to_video
+from ..token_layers import KEPT, attended, normed, to_tokens, to_video, write_out_norms
 
 
 @dataclass(frozen=True)
@@ -65,17 +64,13 @@ class Anima(TokenSizes):
         return partial(_bind, lru_cache(KEPT)(partial(_places, module.pos_embedder)))
 
 
-_TAKEN = frozenset({*Anima.arguments, "transformer_options", "denoise_mask", "crossattn_controlnet"})
+_TAKEN = frozenset({"x", "timesteps", "context", "transformer_options", "denoise_mask", "crossattn_controlnet"})
 """Arguments that a call may carry. Native looks at neither of the last two."""
 
 
 def _bind(places: Callable[..., torch.Tensor], call: Mapping[str, Any]) -> EngineCall:
-    x, context, timestep = call["x"], call.get("context"), call["timesteps"]
-    if context is None:
-        raise Unsupported("there is no prompt")
-    for name in ("fps", "padding_mask", *(call.keys() - _TAKEN)):
-        if call.get(name) is not None:
-            raise Unsupported(name)
+    x, context, timestep = call["x"], prompt_of(call), call["timesteps"]
+    refuse_all_but(call, _TAKEN)
     if x.ndim != 5 or x.shape[2] != 1:
         raise Unsupported("a latent of several pictures in a row")
     if timestep.ndim != 1:
@@ -111,12 +106,11 @@ _LOG = 9.210340371976184
 
 def _turned(norm: torch.nn.RMSNorm, x: torch.Tensor, pe: torch.Tensor) -> torch.Tensor:
     """Norm and turn queries or keys (batch, tokens, heads, features); a feature's partner is half of them further."""
-    wide = x.float()
-    normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + norm.eps) * norm.weight.to(x.dtype).float()
+    wide = normed(x, norm.weight.to(x.dtype).float(), norm.eps)
     cos, sin = pe.unsqueeze(1).unbind(-1)
-    partner = normed.unflatten(-1, (2, -1)).flip(-2).flatten(-2)
+    partner = wide.unflatten(-1, (2, -1)).flip(-2).flatten(-2)
     signed = sin.unsqueeze(-2) * torch.arange(-1, 2, 2, device=x.device).unsqueeze(-1)
-    return (normed * cos.repeat(1, 1, 2) + partner * signed.flatten(-2)).to(x.dtype)
+    return (wide * cos.repeat(1, 1, 2) + partner * signed.flatten(-2)).to(x.dtype)
 
 
 def _heads(layer: Attention, x: torch.Tensor) -> torch.Tensor:
@@ -229,6 +223,5 @@ NEEDS = (
     "comfy.ldm.cosmos.predict2:Block",
     "comfy.ldm.cosmos.predict2:MiniTrainDIT._forward(self, x, timesteps, context, fps, padding_mask, **)",
 )
-"""Names in ComfyUI's own code that the family relies on, see ``needs``."""
 
 ARCHITECTURES = (Anima(SIZES),)

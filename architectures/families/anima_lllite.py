@@ -59,28 +59,23 @@ class AnimaLLLite(Anima):
     absorbs = LLLITE
 
     def matches(self, module: torch.nn.Module) -> bool:
-        """See ``Architecture``."""
         if type(module) is not WithCompanion or type(module.companion) is not Companion:
             return False
         net, lllite = module.base, module.companion
         return super().matches(net) and lllite.model_dim == net.model_channels
 
     def inputs(self, module: WithCompanion, dtype: str) -> list[TensorSpec]:
-        """See ``Architecture``."""
         return [*super().inputs(module.base, dtype), _hint(module.companion, dtype), _STRENGTH]
 
     def engine_inputs(self, module: WithCompanion, dtype: str) -> list[TensorSpec]:
-        """See ``Architecture``."""
         features = next(m for m in module.companion.modules() if type(m) is AnimaLLLiteModule).depth_embed.shape[0]
         control = TensorSpec("control", dtype, (1, PICTURE, features))
         return [*super().inputs(module.base, dtype), control, _STRENGTH]
 
     def outputs(self, module: WithCompanion, dtype: str) -> list[TensorSpec]:
-        """See ``Architecture``."""
         return super().outputs(module.base, dtype)
 
     def function(self, module: WithCompanion) -> torch.nn.Module:
-        """See ``Architecture``."""
         return _WithLLLite(module)
 
     def passes(self, module: WithCompanion) -> list[PerImagePass]:
@@ -92,7 +87,6 @@ class AnimaLLLite(Anima):
         return [hint]
 
     def binding(self, module: WithCompanion) -> Binding:
-        """See ``Architecture``."""
         return _Binding(super().binding(module.base), module.companion)
 
 
@@ -213,6 +207,5 @@ NEEDS = (
     "comfy.ldm.anima.lllite:AnimaLLLiteModule.forward(self, x, cond_emb, strength)",
     "comfy.ldm.anima.lllite:AnimaLLLitePatch.__call__(self, args)",
 )
-"""Names in ComfyUI's own code that the family relies on, see ``needs``."""
 
 ARCHITECTURES = (AnimaLLLite(SIZES),)

@@ -17,7 +17,7 @@ from comfy.ldm.modules.diffusionmodules.model import AttnBlock, Decoder, Encoder
 from comfy.taesd.taesd import TAESD
 
 from .. import Role
-from ..calls import Binding, EngineCall, Unsupported
+from ..calls import Binding, EngineCall, refuse_all_but
 from ..shapes import Dim, Picture, Profile, Range, RequestedSizes, Sizes, TensorSpec
 from ..sizes import LATENT, LatentSizes
 
@@ -68,16 +68,13 @@ class AutoencoderSizes(LatentSizes):
         return [_latent("images", module, dtype) if decodes else _picture("images", dtype, self.pixels)]
 
     def outputs(self, module: torch.nn.Module, dtype: str) -> list[TensorSpec]:
-        """See ``Architecture``."""
         decodes = self.role is Role.VAE_DECODER
         return [_picture("result", dtype, self.pixels) if decodes else _latent("result", module, dtype)]
 
     def binding(self, module: torch.nn.Module) -> Binding:
-        """See ``Architecture``."""
         return _bind
 
     def function(self, module: torch.nn.Module) -> torch.nn.Module:
-        """See ``Architecture``."""
         for layer in module.modules():
             if isinstance(layer, AttnBlock):
                 layer.optimized_attention = _attention
@@ -93,7 +90,6 @@ class KLAutoencoder(AutoencoderSizes):
     """
 
     def matches(self, module: torch.nn.Module) -> bool:
-        """See ``Architecture``."""
         return (
             type(module) in (AutoencoderKL, AutoencodingEngine)
             and type(module.encoder) is Encoder
@@ -109,7 +105,6 @@ class TinyAutoencoder(AutoencoderSizes):
     """TAESD, of 8 px per latent element."""
 
     def matches(self, module: torch.nn.Module) -> bool:
-        """See ``Architecture``."""
         return type(module) is TAESD and _channels(module) <= 16
 
 
@@ -138,9 +133,7 @@ def _picture(name: str, dtype: str, pixels: int) -> TensorSpec:
 
 def _bind(call: Mapping[str, Any]) -> EngineCall:
     images = call["images"]
-    for name in call.keys() - {"images"}:
-        if call[name] is not None:
-            raise Unsupported(name)
+    refuse_all_but(call, {"images"})
 
     def finish(outputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
         return outputs["result"].to(images.device, images.dtype)
@@ -191,7 +184,6 @@ NEEDS = (
     "comfy.ldm.modules.diffusionmodules.model:Encoder",
     "comfy.taesd.taesd:TAESD",
 )
-"""Names in ComfyUI's own code that the family relies on, see ``needs``."""
 
 ARCHITECTURES = (
     KLAutoencoder(_SIZES, "kl_vae_decoder", Role.VAE_DECODER, 860),

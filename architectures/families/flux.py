@@ -18,17 +18,23 @@ from comfy.ldm.flux.model import Flux
 
 from .. import Role
 from ..blocks import in_blocks
-from ..calls import Binding, EngineCall, ResidualLayout, Unsupported
-from ..rotary import Rotary, RotaryAttention, rotary_inputs, write_out_norms
+from ..calls import Binding, EngineCall, ResidualLayout, Unsupported, refuse_all_but
 from ..shapes import Sizes, TensorSpec
 from ..sizes import BATCH, IMAGE, PROMPT, ImageTokenSizes
-from ..token_layers import latent_to_tokens, to_latent
+from ..token_layers import (
+    KEPT,
+    Rotary,
+    RotaryAttention,
+    latent_to_tokens,
+    rope_changes,
+    rope_options,
+    rotary_inputs,
+    to_latent,
+    write_out_norms,
+)
 
 FLUX1 = Sizes("Flux.1", 256, 1024, 1536, max_tokens=512)
 FLUX2 = Sizes("Flux.2", 256, 1024, 1536, max_tokens=512)
-
-KEPT = 4
-"""Sizes of which a binding keeps the rotary embeddings."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,29 +128,24 @@ def _layout(module: Flux) -> ResidualLayout:
 
 _TAKEN = frozenset({*FluxArchitecture.arguments, "ref_latents_method", "crossattn_controlnet"})
 """Arguments that a call may carry. The last one is a prompt for ControlNets alone, which native's model ignores."""
-_ROPE_OPTIONS = "rope_options"
-"""Under this name a call's options have what other nodes change in the places of tokens."""
 _TWO_TIMES = "index_timestep_zero"
 """The method of references in which their tokens have a timestep of their own."""
 
 
 def _bind(module: Flux, layout: ResidualLayout, rotary: Rotary, call: Mapping[str, Any]) -> EngineCall:
-    x, context, options = call["x"], call["context"], call.get("transformer_options") or {}
-    for name in call.keys() - _TAKEN:
-        if call[name] is not None:
-            raise Unsupported(name)
+    x, context = call["x"], call["context"]
+    refuse_all_but(call, _TAKEN)
     references, method = call.get("ref_latents"), call.get("ref_latents_method", module.params.default_ref_method)
     if references and method == _TWO_TIMES:
         raise Unsupported(f"references by the method {_TWO_TIMES}, in which they have a timestep of their own")
     patch, references = module.patch_size, references or ()
     tokens = [latent_to_tokens(picture, patch) for picture in (x, *references)]
     image = torch.cat(tokens, 1) if references else tokens[0]
-    changed = tuple(sorted((options.get(_ROPE_OPTIONS) or {}).items()))
     sizes = tuple(tuple(picture.shape[-2:]) for picture in (x, *references))
     inputs = _padded(layout.take(call.get("control"), x.shape[0]), image)
     residuals = frozenset(inputs)
     inputs |= {"image": image, "context": context, "timestep": call["timestep"], **conditioning(module, call)}
-    inputs |= rotary(sizes, context.shape[1], method, changed, x.device)
+    inputs |= rotary(sizes, context.shape[1], method, rope_changes(call), x.device)
     return EngineCall(
         inputs, lambda outputs: to_latent(outputs["out"], x, patch).to(x.device, x.dtype), residuals=residuals
     )
@@ -165,14 +166,14 @@ def _rotary(
     sizes: tuple[tuple[int, int], ...],
     prompt: int,
     method: str,
-    changed: tuple[tuple[str, float], ...],
+    changes: tuple[tuple[str, float], ...],
     device: torch.device,
 ) -> dict[str, torch.Tensor]:
     """The rotary embeddings of a call: ComfyUI's own forward lays the tokens out, on pictures without values.
 
     Args:
         sizes: height and width of the latent, then of the pictures that it refers to.
-        changed: what other nodes change.
+        changes: see ``rope_changes``.
     """
     found: list[torch.Tensor] = []
 
@@ -184,10 +185,9 @@ def _rotary(
         params=module.params, patch_size=module.patch_size, process_img=module.process_img, forward_orig=blocks
     )
     x, *references = [torch.zeros(1, 1, *size, device=device) for size in sizes]
-    context, options = x.new_zeros(1, prompt, 1), {_ROPE_OPTIONS: dict(changed)} if changed else {}
     Flux._forward(
-        outside, x, None, context, ref_latents=references or None, transformer_options=options,
-        ref_latents_method=method,
+        outside, x, None, x.new_zeros(1, prompt, 1), ref_latents=references or None,
+        transformer_options=rope_options(changes), ref_latents_method=method,
     )  # fmt: skip
     return rotary_of(module, *found)
 
@@ -257,7 +257,6 @@ NEEDS = (
     "comfy.ldm.flux.layers:DoubleStreamBlock",
     "comfy.ldm.flux.layers:SingleStreamBlock",
 )
-"""Names in ComfyUI's own code that the family relies on, see ``needs``."""
 
 ARCHITECTURES = (
     FluxArchitecture(FLUX1, name="flux1", patch=2, usual_prompt=256, global_modulation=False),

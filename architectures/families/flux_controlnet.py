@@ -19,12 +19,11 @@ from comfy.ldm.flux.layers import DoubleStreamBlock, SingleStreamBlock
 
 from .. import Role
 from ..blocks import in_blocks
-from ..calls import Binding, EngineCall, OtherKind, PerImagePass, ResidualLayout, Unsupported
-from ..rotary import RotaryAttention, rotary_inputs, write_out_norms
+from ..calls import Binding, EngineCall, OtherKind, PerImagePass, ResidualLayout, Unsupported, refuse_all_but
 from ..shapes import Dim, TensorSpec
 from ..sizes import BATCH, IMAGE, LATENT, PATCH, PROMPT, ImageTokenSizes
-from ..token_layers import latent_to_tokens
-from .flux import FLUX1, KEPT, conditioning, conditioning_specs, rotary_of, thousandths
+from ..token_layers import KEPT, RotaryAttention, latent_to_tokens, rotary_inputs, write_out_norms
+from .flux import FLUX1, conditioning, conditioning_specs, rotary_of, thousandths
 
 HINT, PIXELS = "hint", "hint_pixels"
 """The hint's tokens, which an engine takes; and the control image of the networks that encode it themselves."""
@@ -126,9 +125,7 @@ _TAKEN = frozenset({*FluxControlNetArchitecture.arguments, "control_type"})
 
 def _bind(module: ControlNetFlux, layout: ResidualLayout, places: Any, call: Mapping[str, Any]) -> EngineCall:
     x, context, patch = call["x"], call["context"], module.patch_size
-    for name in call.keys() - _TAKEN:
-        if call[name] is not None:
-            raise Unsupported(name)
+    refuse_all_but(call, _TAKEN)
     if context is None or context.ndim != 3:
         raise OtherKind("the prompt is another model's")
     types = tuple(call.get("control_type") or ()) if module.num_union_modes else ()
@@ -258,6 +255,5 @@ NEEDS = (
     "comfy.ldm.flux.layers:DoubleStreamBlock",
     "comfy.ldm.flux.layers:SingleStreamBlock",
 )
-"""Names in ComfyUI's own code that the family relies on, see ``needs``."""
 
 ARCHITECTURES = (FluxControlNetArchitecture(FLUX1),)

@@ -18,11 +18,10 @@ from comfy.ldm.hunyuan_video.model import HunyuanVideo as Native
 
 from .. import Role
 from ..blocks import in_blocks
-from ..calls import Binding, EngineCall, Unsupported
-from ..rotary import RotaryAttention, write_out_norms
+from ..calls import Binding, EngineCall, Unsupported, prompt_of, refuse_all_but
 from ..shapes import Dim, Range, RequestedSizes, Sizes, Symbol, TensorSpec
 from ..sizes import BATCH, FRAMES, PROMPT, VIDEO, VideoSizes
-from ..token_layers import KEPT, to_tokens
+from ..token_layers import KEPT, RotaryAttention, to_tokens, to_video, write_out_norms
 from .flux import thousandths
 
 GLYPHS, IMAGE = Dim("G"), Dim("I")
@@ -108,18 +107,14 @@ class HunyuanVideo(VideoSizes):
         return partial(_bind, module, lru_cache(KEPT)(partial(_places, module)))
 
 
-_UNSERVED = ("attention_mask", "guiding_frame_index", "ref_latent", "control")
-_IGNORED = frozenset({"denoise_mask", "crossattn_controlnet"})
-"""Arguments that native does not look at."""
+_TAKEN = frozenset({"x", "timestep", "context", "y", "txt_byt5", "clip_fea", "guidance", "disable_time_r",
+                    "transformer_options", "denoise_mask", "crossattn_controlnet"})  # fmt: skip
+"""Arguments that a call may carry. Native looks at neither of the last two."""
 
 
 def _bind(module: Native, places: Callable[..., torch.Tensor], call: Mapping[str, Any]) -> EngineCall:
-    x, context, timestep = call["x"], call.get("context"), call["timestep"]
-    if context is None:
-        raise Unsupported("there is no prompt")
-    for name in (*_UNSERVED, *(call.keys() - _IGNORED - set(HunyuanVideo.arguments))):
-        if call.get(name) is not None:
-            raise Unsupported(name)
+    x, context, timestep = call["x"], prompt_of(call), call["timestep"]
+    refuse_all_but(call, _TAKEN)
     video, patch = x if x.ndim == _OF_VIDEO else x.unsqueeze(2), module.patch_size[-1]
     frames, rows, columns = video.shape[2], video.shape[3] // patch, video.shape[4] // patch
     if (rows * patch, columns * patch) != video.shape[3:]:
@@ -135,8 +130,7 @@ def _bind(module: Native, places: Callable[..., torch.Tensor], call: Mapping[str
         inputs |= _next_sigma(call, timestep)
 
     def finish(outputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        patches = outputs["out"].unflatten(1, (frames, rows, columns)).unflatten(-1, (-1, patch, patch))
-        result = patches.permute(0, 4, 1, 2, 5, 3, 6).flatten(5, 6).flatten(3, 4)
+        result = to_video(outputs["out"], frames, rows, columns, patch, channels_last=False)
         return (result if x.ndim == _OF_VIDEO else result.squeeze(2)).to(x.device, x.dtype)
 
     return EngineCall(inputs, finish)
@@ -194,15 +188,6 @@ def _places(module: Native, size: tuple[int, int, int], device: torch.device, dt
     return module.pe_embedder(ids)[0, 0, ..., 0].unflatten(0, size).contiguous()
 
 
-def _plain_attention(
-    _native: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, heads: int, **_: Any
-) -> torch.Tensor:
-    return F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
-
-
-_PLAIN = {"optimized_attention_override": _plain_attention}
-
-
 class _OnTokens(torch.nn.Module):
     """Native's forward behind its patches, with the parts that a network lacks left out."""
 
@@ -254,7 +239,7 @@ class _OnTokens(torch.nn.Module):
     ) -> torch.Tensor:
         """All tokens of text and picture, in native's order."""
         net, kinds = self.net, self.net.cond_type_embedding
-        txt = net.txt_in(context, timestep, None, transformer_options=_PLAIN)
+        txt = net.txt_in(context, timestep, None, transformer_options=RotaryAttention().options)
         if kinds is not None:
             txt = txt + kinds.weight[0].to(txt.dtype)
         if byt5 is not None:
@@ -285,7 +270,6 @@ NEEDS = (
     "comfy.ldm.hunyuan_video.model:HunyuanVideo.img_ids(self, x)",
     "comfy.ldm.hunyuan_video.model:HunyuanVideo.img_ids_2d(self, x)",
 )
-"""Names in ComfyUI's own code that the family relies on, see ``needs``."""
 
 ARCHITECTURES = (
     HunyuanVideo(_VIDEO, name="hunyuan_video15", patches=(1, 1, 1), vision=True, pixels=16, usual_frames=31),

@@ -16,10 +16,10 @@ from comfy.utils import repeat_to_batch_size
 
 from .. import Role
 from ..blocks import in_blocks
-from ..calls import Binding, EngineCall, Unsupported
+from ..calls import Binding, EngineCall, Unsupported, prompt_of, refuse_all_but
 from ..shapes import Dim, Sizes, TensorSpec
 from ..sizes import BATCH, PATCH, PICTURE, PROMPT, REFERENCE, TokenSizes
-from ..token_layers import KEPT, attended, to_latent
+from ..token_layers import KEPT, attended, latent_to_tokens, normed, to_latent
 
 ZERO = "index_timestep_zero"
 """ComfyUI's name of the way to place references in which their time is zero."""
@@ -61,33 +61,30 @@ class Krea2(TokenSizes):
         return partial(_bind, places, module.default_ref_method)
 
 
-_ARGUMENTS = frozenset({*Krea2.arguments, "ref_latents_method", "crossattn_controlnet"})
+_TAKEN = frozenset({*Krea2.arguments, "ref_latents_method", "crossattn_controlnet"})
 """Arguments that a call may carry. Native looks at neither ``attention_mask`` nor the last one."""
 
 
 def _bind(
     places: Callable[..., dict[str, torch.Tensor]], usual_method: str | None, call: Mapping[str, Any]
 ) -> EngineCall:
-    x, context, timestep = call["x"], call.get("context"), call["timesteps"]
-    if context is None:
-        raise Unsupported("there is no prompt")
-    for name in call.keys() - _ARGUMENTS:
-        if call[name] is not None:
-            raise Unsupported(name)
+    x, context, timestep = call["x"], prompt_of(call), call["timesteps"]
+    refuse_all_but(call, _TAKEN)
     method = call.get("ref_latents_method", usual_method)
     references = call.get("ref_latents") or [] if method is not None else []  # without a method native ignores them
     if any(latent.ndim == 5 and latent.shape[2] != 1 for latent in (x, *references)):
         raise Unsupported("a latent of several pictures in a row")
     latents = [repeat_to_batch_size(_flat(reference), x.shape[0]) for reference in references]
-    image = _tokens(_flat(x))
+    image = latent_to_tokens(_flat(x))
     inputs = {"image": image, "context": context, "timestep": timestep, "reference_timestep": timestep}
-    inputs["reference"] = torch.cat([image[:, :0], *map(_tokens, latents)], 1)
+    inputs["reference"] = torch.cat([image[:, :0], *map(latent_to_tokens, latents)], 1)
     if references and method == ZERO:
         inputs["reference_timestep"] = torch.zeros_like(timestep)
     inputs |= places(x.shape[-2:], tuple((r.shape[-2], r.shape[-1]) for r in latents), x.device)
 
     def finish(outputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        return _picture(outputs["out"].to(x.device, x.dtype), x)
+        picture = to_latent(outputs["out"].to(x.device, x.dtype), _flat(x))
+        return picture.unsqueeze(2) if x.ndim == 5 else picture
 
     return EngineCall(inputs, finish)
 
@@ -98,16 +95,6 @@ _NATIVE = SimpleNamespace(patch=PATCH)
 
 def _flat(latent: torch.Tensor) -> torch.Tensor:
     return latent[:, :, 0] if latent.ndim == 5 else latent
-
-
-def _tokens(latent: torch.Tensor) -> torch.Tensor:
-    return SingleStreamDiT.process_img(_NATIVE, latent)[0]
-
-
-def _picture(tokens: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """The inverse of ``_tokens``, without what was padded, in as many dimensions as the latent has."""
-    picture = to_latent(tokens, _flat(like), PATCH)
-    return picture.unsqueeze(2) if like.ndim == 5 else picture
 
 
 def _places(
@@ -130,10 +117,8 @@ def _places(
 
 
 def _norm(layer: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
-    """Native's norm in float32, written out: the exporter to ONNX has no word for it."""
-    values = x.float()
-    scale = torch.rsqrt(values.square().mean(-1, keepdim=True) + layer.eps)
-    return (values * scale * (1 + layer.scale.float())).to(x.dtype)
+    """Native's norm, written out: the exporter to ONNX does not know it."""
+    return normed(x, 1 + layer.scale.float(), layer.eps).to(x.dtype)
 
 
 def _mlp(layer: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
@@ -226,6 +211,5 @@ NEEDS = (
     "comfy.ldm.krea2.model:SingleStreamDiT._forward"
     "(self, x, timesteps, context, attention_mask, ref_latents, transformer_options, **)",
 )
-"""Names in ComfyUI's own code that the family relies on, see ``needs``."""
 
 ARCHITECTURES = (Krea2(SIZES),)

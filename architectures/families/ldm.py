@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from comfy.ldm.modules.attention import BasicTransformerBlock, CrossAttention, SpatialTransformer
 from comfy.ldm.modules.diffusionmodules.openaimodel import Downsample, ResBlock
 
 from ..fused_linear import FusedLinear, Place, fuse
 from ..shapes import Dim, TensorSpec
+from ..token_layers import attended
 
 MOST_FUSED = 1 << 26
 """Elements of a weight that layers share: it is made anew while those that it is made from are still there."""
@@ -113,22 +113,16 @@ def conditioning_specs(module: torch.nn.Module, dtype: str) -> list[TensorSpec]:
 
 
 def sdpa(
-    _native: Any,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    heads: int,
-    mask: torch.Tensor | None = None,
+    _native: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, heads: int, mask: torch.Tensor | None = None,
     **_: Any,
-) -> torch.Tensor:
+) -> torch.Tensor:  # fmt: skip
     """Attention as one scaled_dot_product_attention, for ComfyUI's ``optimized_attention_override``.
 
     q, k, v and the result are (batch, tokens, heads * features).
     """
     if mask is not None:
         raise NotImplementedError("masked attention has no place in these networks")
-    split = [t.unflatten(-1, (heads, -1)).transpose(1, 2) for t in (q, k, v)]
-    return F.scaled_dot_product_attention(*split).transpose(1, 2).flatten(2)
+    return attended(*(t.unflatten(-1, (heads, -1)) for t in (q, k, v)))
 
 
 def transformer_options() -> dict:

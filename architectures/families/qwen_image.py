@@ -1,4 +1,7 @@
-"""Qwen-Image and Qwen-Image-Edit: a transformer on tokens of the picture, of reference images and of the prompt."""
+"""Qwen-Image and Qwen-Image-Edit: a transformer on tokens of the picture, of reference images and of the prompt.
+
+InstantX's ControlNets for it read a latent of the control image, and nothing of reference images.
+"""
 
 from __future__ import annotations
 
@@ -10,15 +13,15 @@ from typing import Any, TypeVar
 
 import torch
 from comfy.ldm.flux.layers import EmbedND
+from comfy.ldm.qwen_image.controlnet import QwenImageControlNetModel
 from comfy.ldm.qwen_image.model import Attention, QwenImageTransformer2DModel, QwenImageTransformerBlock
 
 from .. import Role
 from ..blocks import in_blocks
-from ..calls import Binding, EngineCall, ResidualLayout, Unsupported
-from ..rotary import write_out_norms
+from ..calls import Binding, EngineCall, ResidualLayout, Unsupported, prompt_of, refuse_all_but
 from ..shapes import Dim, Sizes, TensorSpec
 from ..sizes import BATCH, PATCH, PICTURE, PROMPT, REFERENCE, TokenSizes
-from ..token_layers import KEPT, attended, to_latent
+from ..token_layers import KEPT, attended, latent_to_tokens, to_latent, write_out_norms
 
 INDEX, ZERO, NEGATIVE = "index", "index_timestep_zero", "negative_index"
 """ComfyUI's names of ways to place references; with any other name they lie beside each other."""
@@ -76,29 +79,26 @@ class QwenImage(TokenSizes):
         return partial(_bind, layout, places, module.default_ref_method)
 
 
-_ARGUMENTS = frozenset({*QwenImage.arguments, "control", "ref_latents_method", "crossattn_controlnet"})
-"""Arguments that a call may carry; native's transformer does not look at the last one."""
+_TAKEN = frozenset({"x", "timesteps", "context", "ref_latents", "ref_latents_method", "transformer_options", "control",
+                    "crossattn_controlnet"})  # fmt: skip
+"""Arguments that a call may carry. Native's transformer does not look at the last one."""
 
 
 def _bind(
     layout: ResidualLayout, places: Callable[..., dict[str, torch.Tensor]], usual_method: str,
     call: Mapping[str, Any],
 ) -> EngineCall:  # fmt: skip
-    x, context, timestep = call["x"], call.get("context"), call["timesteps"]
-    if context is None:
-        raise Unsupported("there is no prompt")
-    for name in ("attention_mask", "additional_t_cond", *(call.keys() - _ARGUMENTS)):
-        if call.get(name) is not None:
-            raise Unsupported(name)
+    x, context, timestep = call["x"], prompt_of(call), call["timesteps"]
+    refuse_all_but(call, _TAKEN)
     references = call.get("ref_latents") or []
     if any(latent.ndim != 5 or latent.shape[2] != 1 for latent in (x, *references)):
         raise Unsupported("a latent of several pictures in a row")
     if any(len(reference) != len(x) for reference in references):
         raise Unsupported("references of another batch")
     method = call.get("ref_latents_method", usual_method)
-    image = tokens_of(x)
+    image = _tokens(x)
     inputs = {"image": image, "context": context, "timestep": timestep, "reference_timestep": timestep}
-    inputs["reference"] = torch.cat([image[:, :0], *map(tokens_of, references)], 1)
+    inputs["reference"] = torch.cat([image[:, :0], *map(_tokens, references)], 1)
     if references and method == ZERO:
         inputs["reference_timestep"] = timestep * 0
     sides = tuple((r.shape[-2], r.shape[-1]) for r in references)
@@ -107,7 +107,7 @@ def _bind(
     inputs |= residuals
 
     def finish(outputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        return to_latent(outputs["out"].to(x.device, x.dtype), x[:, :, 0], PATCH).unsqueeze(2)
+        return to_latent(outputs["out"].to(x.device, x.dtype), x[:, :, 0]).unsqueeze(2)
 
     return EngineCall(inputs, finish, residuals=frozenset(residuals))
 
@@ -116,9 +116,9 @@ _NATIVE = SimpleNamespace(patch_size=PATCH)
 """All that native's ``process_img`` reads of its network."""
 
 
-def tokens_of(latent: torch.Tensor) -> torch.Tensor:
-    """A latent of one picture as (batch, tokens, features), as native has it."""
-    return QwenImageTransformer2DModel.process_img(_NATIVE, latent)[0]
+def _tokens(latent: torch.Tensor) -> torch.Tensor:
+    """(batch, channels, 1, height, width) -> (batch, tokens, features)."""
+    return latent_to_tokens(latent.squeeze(2))
 
 
 def places_of(
@@ -222,18 +222,95 @@ class _OnTokens(torch.nn.Module):
         return (net.proj_out(net.norm_out(h[:, :picture], time.chunk(2)[0])),)
 
 
+@dataclass(frozen=True)
+class QwenImageControlNet(TokenSizes):
+    """The ControlNet from its tokens on. Each of its blocks gives one residual, for several blocks of the model."""
+
+    name = "qwen_image_controlnet"
+    role = Role.CONTROLNET
+    free = {symbol: served for symbol, served in TokenSizes.free.items() if symbol != "L"}
+    arguments = ("x", "timesteps", "context", "attention_mask", "guidance", "ref_latents", "hint",
+                 "transformer_options")  # fmt: skip
+
+    def matches(self, module: torch.nn.Module) -> bool:
+        return type(module) is QwenImageControlNetModel and module.patch_size == PATCH
+
+    def inputs(self, module: QwenImageControlNetModel, dtype: str) -> list[TensorSpec]:
+        pairs = module.pe_embedder.dim // 2
+        return [
+            TensorSpec("image", dtype, (BATCH, PICTURE, module.in_channels)),
+            TensorSpec("hint", dtype, (BATCH, PICTURE, module.controlnet_x_embedder.in_features)),
+            TensorSpec("context", dtype, (BATCH, PROMPT, module.txt_in.in_features)),
+            TensorSpec("timestep", dtype, (BATCH,), sample="sigma"),
+            TensorSpec("pe_image", dtype, (Dim("R"), Dim("C"), pairs, 2), steady=True),
+            TensorSpec("pe_context", dtype, (PROMPT, pairs, 2), steady=True),
+        ]
+
+    def outputs(self, module: QwenImageControlNetModel, dtype: str) -> list[TensorSpec]:
+        blocks = range(len(module.controlnet_blocks))
+        return [TensorSpec(f"residual_{i}", dtype, (BATCH, PICTURE, module.inner_dim)) for i in blocks]
+
+    def function(self, module: QwenImageControlNetModel) -> torch.nn.Module:
+        return _ControlNetOnTokens(module)
+
+    def binding(self, module: QwenImageControlNetModel) -> Binding:
+        blocks, wanted = len(module.controlnet_blocks), module.main_model_double
+        each = -(-wanted // blocks)
+        layout = ResidualLayout({"input": [f"residual_{i // each}" for i in range(wanted)]}, from_end=False)
+        return partial(_bind_controlnet, layout, lru_cache(KEPT)(partial(places_of, module.pe_embedder)))
+
+
+def _bind_controlnet(
+    layout: ResidualLayout, places: Callable[..., dict[str, torch.Tensor]], call: Mapping[str, Any]
+) -> EngineCall:
+    x, hint, context = call["x"], call["hint"], call["context"]
+    for name in ("attention_mask", "guidance"):
+        if call.get(name) is not None:
+            raise Unsupported(name)
+    if any(latent.ndim != 5 or latent.shape[2] != 1 for latent in (x, hint)):
+        raise Unsupported("a latent of several pictures in a row")
+    inputs = {"image": _tokens(x), "hint": _tokens(hint), "context": context, "timestep": call["timesteps"]}
+    if hint.shape[0] == 1:  # ComfyUI hands one image to a whole batch
+        inputs["hint"] = inputs["hint"].expand(x.shape[0], -1, -1)
+    found = places(x.shape[-2:], context.shape[1], (), None, x.device, x.dtype)
+    inputs |= {name: found[name] for name in ("pe_image", "pe_context")}
+    return EngineCall(inputs, lambda outputs: layout.give(outputs, x))
+
+
+class _ControlNetOnTokens(torch.nn.Module):
+    def __init__(self, net: QwenImageControlNetModel):
+        super().__init__()
+        self.net = written_out(net)
+        self.blocks = in_blocks(net.transformer_blocks)
+
+    def forward(
+        self, image: torch.Tensor, hint: torch.Tensor, context: torch.Tensor, timestep: torch.Tensor,
+        pe_image: torch.Tensor, pe_context: torch.Tensor,
+    ) -> tuple[torch.Tensor, ...]:  # fmt: skip
+        net, residuals = self.net, []
+        h = net.img_in(image) + net.controlnet_x_embedder(hint)
+        words = net.txt_in(net.txt_norm(context))
+        time = net.time_text_embed(timestep, h)
+        pe = torch.cat([pe_context, pe_image.flatten(0, 1)])
+        for block, residual in zip(net.transformer_blocks, net.controlnet_blocks, strict=True):
+            words, h = block(h, words, None, time, pe)
+            residuals.append(residual(h))
+        return tuple(residuals)
+
+
 SIZES = Sizes("Qwen-Image", 256, 1328, 1664, max_tokens=1024)
 
-FILE_MARKS = ("transformer_blocks.0.txt_mod.1.", "transformer_blocks.0.attn.add_q_proj.")
+FILE_MARKS = ("transformer_blocks.0.txt_mod.1.", "transformer_blocks.0.attn.add_q_proj.", "controlnet_x_embedder.")
 
 NEEDS = (
     "comfy.ldm.flux.layers:EmbedND.forward(self, ids)",
+    "comfy.ldm.qwen_image.controlnet:QwenImageControlNetModel.forward"
+    "(self, x, timesteps, context, attention_mask, guidance, ref_latents, hint, transformer_options, **)",
     "comfy.ldm.qwen_image.model:Attention",
     "comfy.ldm.qwen_image.model:QwenImageTransformerBlock",
     "comfy.ldm.qwen_image.model:QwenImageTransformer2DModel.process_img(self, x, index, h_offset, w_offset)",
     "comfy.ldm.qwen_image.model:QwenImageTransformer2DModel._forward"
     "(self, x, timesteps, context, attention_mask, ref_latents, additional_t_cond, transformer_options, control, **)",
 )
-"""Names in ComfyUI's own code that the family relies on, see ``needs``."""
 
-ARCHITECTURES = (QwenImage(SIZES),)
+ARCHITECTURES = (QwenImage(SIZES), QwenImageControlNet(SIZES))

@@ -22,12 +22,11 @@ from comfy.ldm.wan.model import (
 
 from .. import Role
 from ..blocks import in_blocks
-from ..calls import Binding, EngineCall, Unsupported
-from ..folded_activation import linear_behind
-from ..rotary import write_out_norms
+from ..calls import Binding, EngineCall, Unsupported, prompt_of, refuse_all_but
+from ..quantised_linear import linear_behind
 from ..shapes import Dim, Sizes, TensorSpec
 from ..sizes import BATCH, FRAMES, PATCH, PROMPT, VIDEO, VideoSizes
-from ..token_layers import KEPT, attended, to_tokens, to_video
+from ..token_layers import KEPT, attended, rope_changes, rope_options, to_tokens, to_video, write_out_norms
 
 PATCHES = (1, PATCH, PATCH)
 CONTROLS, IMAGE = Dim("V"), Dim("I")
@@ -110,25 +109,19 @@ def _bind(
     module: WanModel, places: Callable[..., torch.Tensor], strengths: Callable[..., torch.Tensor],
     call: Mapping[str, Any],
 ) -> EngineCall:  # fmt: skip
-    x, context = call["x"], call.get("context")
-    if context is None:
-        raise Unsupported("there is no prompt")
+    x, context = call["x"], prompt_of(call)
     vace = isinstance(module, VaceWanModel)
-    ignored = _TAKEN | (_OF_VACE if vace else set()) | ({"reference_latent"} if module.ref_conv is None else set())
-    for name in call.keys() - ignored:
-        if call[name] is not None:
-            raise Unsupported(name)
+    taken = _TAKEN | (_OF_VACE if vace else set()) | ({"reference_latent"} if module.ref_conv is None else set())
+    refuse_all_but(call, taken)
     padded = pad_to_patch_size(x, PATCHES)
     if (behind := call.get("time_dim_concat")) is not None:
         padded = torch.cat([padded, pad_to_patch_size(behind, PATCHES)], 2)
     frames = padded.shape[2]
-    options = (call.get("transformer_options") or {}).get("rope_options")
-    changed = None if options is None else tuple(sorted(options.items()))
     inputs = {
         "video": to_tokens(padded),
         "context": context,
         "timestep": _timesteps(call["timestep"], frames, vace),
-        "pe": places(frames, *x.shape[3:], changed, x.device, x.dtype),
+        "pe": places(frames, *x.shape[3:], rope_changes(call), x.device, x.dtype),
     }
     if module.img_emb is not None:
         inputs["clip"] = _clip(module, call.get("clip_fea"))
@@ -179,17 +172,16 @@ def _strengths(values: tuple[float, ...], device: torch.device) -> torch.Tensor:
 
 
 def _places(
-    module: WanModel, frames: int, height: int, width: int, changed: tuple | None, device: torch.device,
+    module: WanModel, frames: int, height: int, width: int, changes: tuple, device: torch.device,
     dtype: torch.dtype,
 ) -> torch.Tensor:  # fmt: skip
     """Cosine and sine of each token's angles, as native places it: (frames, rows, columns, angles, 2).
 
     Args:
-        changed: another node's ``rope_options``.
+        changes: see ``rope_changes``.
     """
-    options = {"rope_options": None if changed is None else dict(changed)}
     turns = WanModel.rope_encode(
-        module, frames, height, width, device=device, dtype=dtype, transformer_options=options
+        module, frames, height, width, device=device, dtype=dtype, transformer_options=rope_options(changes)
     )  # (1, tokens, 1, angles, 2, 2)
     return turns[0, :, 0, :, :, 0].unflatten(0, (frames, -(-height // PATCH), -(-width // PATCH))).contiguous()
 
@@ -325,7 +317,6 @@ NEEDS = (
     "comfy.ldm.wan.model:WanSelfAttention",
     "comfy.ldm.wan.model:WanT2VCrossAttention",
 )
-"""Names in ComfyUI's own code that the family relies on, see ``needs``."""
 
 ARCHITECTURES = (
     Wan(SIZES, name="wan", kind=WanModel, small=False, pixels=16, usual_frames=21),

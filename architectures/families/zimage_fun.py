@@ -22,6 +22,7 @@ from ..calls import Binding, EngineCall, PerImagePass, Unsupported
 from ..model_patches import AbsorbedPatch, WithCompanion
 from ..shapes import Dim, Picture, Range, Symbol, TensorSpec
 from ..sizes import PATCH
+from ..token_layers import to_tokens
 from .zimage import GROUP, ZImage, ZImageSizes, block, finished, is_plain, started
 from .zimage import NEEDS as _BASE_NEEDS
 
@@ -63,24 +64,19 @@ class ZImageFun(FunSizes):
     absorbs = FUN
 
     def matches(self, module: torch.nn.Module) -> bool:
-        """See ``Architecture``."""
         return type(module) is WithCompanion and BASE.matches(module.base) and _fits(module.base, module.companion)
 
     def inputs(self, module: WithCompanion, dtype: str) -> list[TensorSpec]:
-        """See ``Architecture``."""
         return [*BASE.inputs(module.base, dtype), _hint(module.companion, dtype), _STRENGTH]
 
     def engine_inputs(self, module: WithCompanion, dtype: str) -> list[TensorSpec]:
-        """See ``Architecture``."""
         control = TensorSpec("control", dtype, (1, Dim("C"), module.base.dim))
         return [*BASE.engine_inputs(module.base, dtype), control, _STRENGTH]
 
     def outputs(self, module: WithCompanion, dtype: str) -> list[TensorSpec]:
-        """See ``Architecture``."""
         return BASE.outputs(module.base, dtype)
 
     def function(self, module: WithCompanion) -> torch.nn.Module:
-        """See ``Architecture``."""
         return _WithFun(module)
 
     def passes(self, module: WithCompanion) -> list[PerImagePass]:
@@ -92,7 +88,6 @@ class ZImageFun(FunSizes):
         return [*BASE.passes(net), hint]
 
     def binding(self, module: WithCompanion) -> Binding:
-        """See ``Architecture``."""
         return _Binding(BASE.binding(module.base), _hint(module.companion, "float32").dims[1])
 
 
@@ -177,8 +172,7 @@ class _HintEmbedder(torch.nn.Module):
         self.embedder = embedder
 
     def forward(self, hint: torch.Tensor) -> tuple[torch.Tensor]:
-        patches = hint.unflatten(3, (-1, PATCH)).unflatten(2, (-1, PATCH)).permute(0, 2, 4, 3, 5, 1)
-        return (self.embedder(patches.flatten(3).flatten(1, 2)),)
+        return (self.embedder(to_tokens(hint.unsqueeze(2), channels_last=True)),)
 
 
 class _WithFun(torch.nn.Module):
@@ -266,6 +260,5 @@ NEEDS = (
     "comfy.ldm.lumina.controlnet:ZImage_Control.forward(self, cap_feats, control_context, x_freqs_cis, adaln_input)",
     "comfy.ldm.lumina.controlnet:ZImageControlTransformerBlock.forward(self, c, x, **)",
 )
-"""Names in ComfyUI's own code that the family relies on, see ``needs``."""
 
 ARCHITECTURES = (ZImageFun(),)
