@@ -15,8 +15,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from .shapes import TensorSpec
+
 if TYPE_CHECKING:
     from comfy.model_patcher import ModelPatcher
+
+STRENGTH = TensorSpec("strength", "float32", (1,), sample="unit", steady=True)
+"""The strength of a patch, an input of its engines."""
+
 
 class WithCompanion(torch.nn.Module):
     """A network and its companion as one module."""

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from comfy.ldm.common_dit import pad_to_patch_size
 from einops import rearrange
 
+from .blocks import OVERRIDE
 from .shapes import TensorSpec
 from .sizes import IMAGE, PATCH, PROMPT
 
@@ -28,6 +29,12 @@ def rotary_inputs(head: int) -> list[TensorSpec]:
     """Cosine and sine of each token's angles, those of the prompt's tokens apart: (tokens, ``head`` / 2, 2)."""
     tokens = {"pe_prompt": PROMPT, "pe_image": IMAGE}
     return [TensorSpec(name, "float32", (dim, head // 2, 2), steady=True) for name, dim in tokens.items()]
+
+
+def numbers(values: tuple[float, ...], device: torch.device) -> torch.Tensor:
+    """Return numbers as a tensor of float32 that a binding may keep, whatever mode it was made in."""
+    with torch.inference_mode(False):
+        return torch.tensor(values, dtype=torch.float32, device=device)
 
 
 def rope_changes(call: Mapping[str, Any]) -> tuple[tuple[str, float], ...]:
@@ -79,7 +86,7 @@ def attended(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, pe: torch.Tensor
 
 @dataclass(eq=False)
 class RotaryAttention:
-    """Attention for ComfyUI's ``optimized_attention_override``: turns, then scaled_dot_product_attention.
+    """Attention in the place of ComfyUI's: turns, then scaled_dot_product_attention.
 
     q, k and v are (batch, heads, tokens, features), the result (batch, tokens, heads * features).
 
@@ -92,7 +99,7 @@ class RotaryAttention:
     @property
     def options(self) -> dict[str, Any]:
         """The ``transformer_options`` that put it in place."""
-        return {"optimized_attention_override": self}
+        return {OVERRIDE: self}
 
     def __call__(
         self, _native: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, heads: int,

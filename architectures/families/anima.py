@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache, partial
@@ -95,13 +96,9 @@ def _places(embedder: VideoRopePosition3DEmb, rows: int, columns: int, device: t
 def _waves(count: int, times: torch.Tensor) -> torch.Tensor:
     """Native's cosines and sines of timesteps: (batch, 1, features)."""
     half = count // 2
-    rates = torch.exp(-torch.arange(half, device=times.device, dtype=torch.float32) * _LOG / half)
+    rates = torch.exp(-torch.arange(half, device=times.device, dtype=torch.float32) * math.log(10000) / half)
     angles = times[:, None, None] * rates
     return torch.cat([angles.cos(), angles.sin()], -1)
-
-
-_LOG = 9.210340371976184
-"""Native's natural logarithm of 10000."""
 
 
 def _turned(norm: torch.nn.RMSNorm, x: torch.Tensor, pe: torch.Tensor) -> torch.Tensor:

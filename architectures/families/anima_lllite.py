@@ -21,9 +21,10 @@ from comfy.ldm.common_dit import pad_to_patch_size
 
 from ..blocks import in_blocks
 from ..calls import Binding, EngineCall, PerImagePass, Unsupported
-from ..model_patches import AbsorbedPatch, WithCompanion
+from ..model_patches import STRENGTH, AbsorbedPatch, WithCompanion
 from ..shapes import Dim, TensorSpec
 from ..sizes import PATCH, PICTURE
+from ..token_layers import KEPT, numbers
 from .anima import NEEDS as _BASE_NEEDS
 from .anima import SIZES, Anima, OnTokens
 
@@ -65,12 +66,12 @@ class AnimaLLLite(Anima):
         return super().matches(net) and lllite.model_dim == net.model_channels
 
     def inputs(self, module: WithCompanion, dtype: str) -> list[TensorSpec]:
-        return [*super().inputs(module.base, dtype), _hint(module.companion, dtype), _STRENGTH]
+        return [*super().inputs(module.base, dtype), _hint(module.companion, dtype), STRENGTH]
 
     def engine_inputs(self, module: WithCompanion, dtype: str) -> list[TensorSpec]:
         features = next(m for m in module.companion.modules() if type(m) is AnimaLLLiteModule).depth_embed.shape[0]
         control = TensorSpec("control", dtype, (1, PICTURE, features))
-        return [*super().inputs(module.base, dtype), control, _STRENGTH]
+        return [*super().inputs(module.base, dtype), control, STRENGTH]
 
     def outputs(self, module: WithCompanion, dtype: str) -> list[TensorSpec]:
         return super().outputs(module.base, dtype)
@@ -90,9 +91,6 @@ class AnimaLLLite(Anima):
         return _Binding(super().binding(module.base), module.companion)
 
 
-_STRENGTH = TensorSpec("strength", "float32", (1,), sample="unit", steady=True)
-
-
 def _hint(lllite: Companion, dtype: str) -> TensorSpec:
     """The control image at the picture's size, with its mask where the patch takes one."""
     return TensorSpec("hint", dtype, (1, lllite.cond_in_channels, Dim("R", up=Anima.pixels), Dim("C", up=Anima.pixels)))
@@ -110,7 +108,7 @@ class _Binding:
         )
         self._unencoded = SimpleNamespace(model=as_it_is)
         self._made_of: tuple[Any, ...] | None = None
-        self._strength = lru_cache(8)(_strength)
+        self._strength = lru_cache(KEPT)(numbers)
 
     def __call__(self, call: Mapping[str, Any]) -> EngineCall:
         bound = self._base(call)
@@ -119,7 +117,8 @@ class _Binding:
         if patch is None:
             raise Unsupported("there is no LLLite, or another patch beside it")
         bound.inputs["hint"] = self._hint(patch, call["x"])
-        bound.inputs["strength"] = self._strength(_acting(patch, options.get("sigmas")), call["x"].device)
+        strength = _acting(patch, options.get("sigmas"))
+        bound.inputs["strength"] = self._strength((strength,), call["x"].device)
         return bound
 
     def _hint(self, patch: Any, x: torch.Tensor) -> torch.Tensor:
@@ -155,11 +154,6 @@ def _acting(patch: Any, sigmas: torch.Tensor | None) -> float:
     if sigmas is None or patch.strength == 0:
         return float(patch.strength)
     return float(patch.strength) if patch.sigma_end <= sigmas.max().item() <= patch.sigma_start else 0.0
-
-
-def _strength(value: float, device: torch.device) -> torch.Tensor:
-    with torch.inference_mode(False):
-        return torch.tensor([value], dtype=torch.float32, device=device)
 
 
 class _HintEmbedder(torch.nn.Module):

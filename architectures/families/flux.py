@@ -162,13 +162,9 @@ def _padded(residuals: dict[str, torch.Tensor], image: torch.Tensor) -> dict[str
 
 
 def _rotary(
-    module: Flux,
-    sizes: tuple[tuple[int, int], ...],
-    prompt: int,
-    method: str,
-    changes: tuple[tuple[str, float], ...],
+    module: Flux, sizes: tuple[tuple[int, int], ...], prompt: int, method: str, changes: tuple,
     device: torch.device,
-) -> dict[str, torch.Tensor]:
+) -> dict[str, torch.Tensor]:  # fmt: skip
     """The rotary embeddings of a call: ComfyUI's own forward lays the tokens out, on pictures without values.
 
     Args:
@@ -214,14 +210,9 @@ class _FluxFunction(torch.nn.Module):
             block.register_forward_hook(partial(self._after_single, doubles + number))
 
     def forward(
-        self,
-        image: torch.Tensor,
-        context: torch.Tensor,
-        timestep: torch.Tensor,
-        pe_prompt: torch.Tensor,
-        pe_image: torch.Tensor,
-        *rest: torch.Tensor,
-    ) -> tuple[torch.Tensor]:
+        self, image: torch.Tensor, context: torch.Tensor, timestep: torch.Tensor, pe_prompt: torch.Tensor,
+        pe_image: torch.Tensor, *rest: torch.Tensor,
+    ) -> tuple[torch.Tensor]:  # fmt: skip
         flux = self.flux
         conditioning = []
         for taken in (flux.vector_in is not None, flux.params.guidance_embed):

@@ -145,13 +145,9 @@ def _bind(module: ControlNetFlux, layout: ResidualLayout, places: Any, call: Map
 
 
 def _places(
-    module: ControlNetFlux,
-    size: tuple[int, int],
-    prompt: int,
-    types: tuple[int, ...],
-    dtype: torch.dtype,
+    module: ControlNetFlux, size: tuple[int, int], prompt: int, types: tuple[int, ...], dtype: torch.dtype,
     device: torch.device,
-) -> dict[str, torch.Tensor]:
+) -> dict[str, torch.Tensor]:  # fmt: skip
     """The rotary embeddings of a call, and the type's place: ComfyUI's own forward lays the tokens out.
 
     Args:
@@ -195,15 +191,9 @@ class _ControlNetFunction(torch.nn.Module):
         self._mode: torch.Tensor | None = None
 
     def forward(
-        self,
-        image: torch.Tensor,
-        hint: torch.Tensor,
-        context: torch.Tensor,
-        timesteps: torch.Tensor,
-        pe_prompt: torch.Tensor,
-        pe_image: torch.Tensor,
-        *rest: torch.Tensor,
-    ) -> tuple[torch.Tensor, ...]:
+        self, image: torch.Tensor, hint: torch.Tensor, context: torch.Tensor, timesteps: torch.Tensor,
+        pe_prompt: torch.Tensor, pe_image: torch.Tensor, *rest: torch.Tensor,
+    ) -> tuple[torch.Tensor, ...]:  # fmt: skip
         net = self.controlnet
         self._dtype = image.dtype  # native's embeddings of timesteps are in it: it casts the timesteps
         self._attention = RotaryAttention(torch.cat((pe_prompt, pe_image)))

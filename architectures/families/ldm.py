@@ -8,6 +8,7 @@ import torch
 from comfy.ldm.modules.attention import BasicTransformerBlock, CrossAttention, SpatialTransformer
 from comfy.ldm.modules.diffusionmodules.openaimodel import Downsample, ResBlock
 
+from ..blocks import OVERRIDE
 from ..fused_linear import FusedLinear, Place, fuse
 from ..shapes import Dim, TensorSpec
 from ..token_layers import attended
@@ -127,7 +128,7 @@ def sdpa(
 
 def transformer_options() -> dict:
     """ComfyUI's per-call options with nothing but the exportable attention in them."""
-    return {"optimized_attention_override": sdpa}
+    return {OVERRIDE: sdpa}
 
 
 def use_sdpa(module: torch.nn.Module) -> None:

@@ -26,7 +26,16 @@ from ..calls import Binding, EngineCall, Unsupported, prompt_of, refuse_all_but
 from ..quantised_linear import linear_behind
 from ..shapes import Dim, Sizes, TensorSpec
 from ..sizes import BATCH, FRAMES, PATCH, PROMPT, VIDEO, VideoSizes
-from ..token_layers import KEPT, attended, rope_changes, rope_options, to_tokens, to_video, write_out_norms
+from ..token_layers import (
+    KEPT,
+    attended,
+    numbers,
+    rope_changes,
+    rope_options,
+    to_tokens,
+    to_video,
+    write_out_norms,
+)
 
 PATCHES = (1, PATCH, PATCH)
 CONTROLS, IMAGE = Dim("V"), Dim("I")
@@ -81,7 +90,7 @@ class Wan(VideoSizes):
         return _OnTokens(module)
 
     def binding(self, module: WanModel) -> Binding:
-        return partial(_bind, module, lru_cache(KEPT)(partial(_places, module)), lru_cache(KEPT)(_strengths))
+        return partial(_bind, module, lru_cache(KEPT)(partial(_places, module)), lru_cache(KEPT)(numbers))
 
 
 _SMALL_LATENT = 48
@@ -165,10 +174,6 @@ def _controls(call: Mapping[str, Any], strengths: Callable[..., torch.Tensor]) -
         "strengths": strengths(tuple(map(float, given[: videos.shape[1]])), videos.device),
         "controls": to_tokens(videos.movedim(1, 0).flatten(0, 1)),
     }
-
-
-def _strengths(values: tuple[float, ...], device: torch.device) -> torch.Tensor:
-    return torch.tensor(values, device=device)
 
 
 def _places(

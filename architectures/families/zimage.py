@@ -250,14 +250,9 @@ class _OnTokens(torch.nn.Module):
         self.blocks = in_blocks((*net.noise_refiner, *net.layers), block)
 
     def forward(
-        self,
-        picture: torch.Tensor,
-        padding: torch.Tensor,
-        prompt: torch.Tensor,
-        timesteps: torch.Tensor,
-        prompt_places: torch.Tensor,
-        picture_places: torch.Tensor,
-    ) -> tuple[torch.Tensor]:
+        self, picture: torch.Tensor, padding: torch.Tensor, prompt: torch.Tensor, timesteps: torch.Tensor,
+        prompt_places: torch.Tensor, picture_places: torch.Tensor,
+    ) -> tuple[torch.Tensor]:  # fmt: skip
         net = self.net
         x, time = started(net, picture, padding, timesteps)
         for layer in net.noise_refiner:

@@ -19,10 +19,10 @@ from comfy.ldm.lumina.controlnet import ZImage_Control, ZImageControlTransformer
 from .. import Role
 from ..blocks import in_blocks
 from ..calls import Binding, EngineCall, PerImagePass, Unsupported
-from ..model_patches import AbsorbedPatch, WithCompanion
+from ..model_patches import STRENGTH, AbsorbedPatch, WithCompanion
 from ..shapes import Dim, Picture, Range, Symbol, TensorSpec
 from ..sizes import PATCH
-from ..token_layers import to_tokens
+from ..token_layers import KEPT, numbers, to_tokens
 from .zimage import GROUP, ZImage, ZImageSizes, block, finished, is_plain, started
 from .zimage import NEEDS as _BASE_NEEDS
 
@@ -67,11 +67,11 @@ class ZImageFun(FunSizes):
         return type(module) is WithCompanion and BASE.matches(module.base) and _fits(module.base, module.companion)
 
     def inputs(self, module: WithCompanion, dtype: str) -> list[TensorSpec]:
-        return [*BASE.inputs(module.base, dtype), _hint(module.companion, dtype), _STRENGTH]
+        return [*BASE.inputs(module.base, dtype), _hint(module.companion, dtype), STRENGTH]
 
     def engine_inputs(self, module: WithCompanion, dtype: str) -> list[TensorSpec]:
         control = TensorSpec("control", dtype, (1, Dim("C"), module.base.dim))
-        return [*BASE.engine_inputs(module.base, dtype), control, _STRENGTH]
+        return [*BASE.engine_inputs(module.base, dtype), control, STRENGTH]
 
     def outputs(self, module: WithCompanion, dtype: str) -> list[TensorSpec]:
         return BASE.outputs(module.base, dtype)
@@ -89,9 +89,6 @@ class ZImageFun(FunSizes):
 
     def binding(self, module: WithCompanion) -> Binding:
         return _Binding(BASE.binding(module.base), _hint(module.companion, "float32").dims[1])
-
-
-_STRENGTH = TensorSpec("strength", "float32", (1,), sample="unit", steady=True)
 
 
 def _embedder(fun: ZImage_Control) -> torch.nn.Linear:
@@ -126,7 +123,7 @@ class _Binding:
     def __init__(self, base: Binding, channels: int):
         self._base, self._channels = base, channels
         self._hint: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)
-        self._strength = lru_cache(8)(_strength)
+        self._strength = lru_cache(KEPT)(numbers)
 
     def __call__(self, call: Mapping[str, Any]) -> EngineCall:
         bound = self._base(call)
@@ -134,7 +131,7 @@ class _Binding:
         if patch is None:
             raise Unsupported("there is no Fun control, or another patch beside it")
         bound.inputs["hint"] = self._steady(self._encoded(patch, call["x"]))
-        bound.inputs["strength"] = self._strength(float(patch.strength), call["x"].device)
+        bound.inputs["strength"] = self._strength((float(patch.strength),), call["x"].device)
         return bound
 
     def _encoded(self, patch: Callable[[dict], Any], x: torch.Tensor) -> torch.Tensor:
@@ -159,11 +156,6 @@ class _Binding:
         return self._hint[1]
 
 
-def _strength(value: float, device: torch.device) -> torch.Tensor:
-    with torch.inference_mode(False):
-        return torch.tensor([value], dtype=torch.float32, device=device)
-
-
 class _HintEmbedder(torch.nn.Module):
     """Native's way of an encoded control image to tokens."""
 
@@ -186,16 +178,9 @@ class _WithFun(torch.nn.Module):
         self.blocks = in_blocks(layers, block)
 
     def forward(
-        self,
-        picture: torch.Tensor,
-        padding: torch.Tensor,
-        prompt: torch.Tensor,
-        timesteps: torch.Tensor,
-        prompt_places: torch.Tensor,
-        picture_places: torch.Tensor,
-        control: torch.Tensor,
-        strength: torch.Tensor,
-    ) -> tuple[torch.Tensor]:
+        self, picture: torch.Tensor, padding: torch.Tensor, prompt: torch.Tensor, timesteps: torch.Tensor,
+        prompt_places: torch.Tensor, picture_places: torch.Tensor, control: torch.Tensor, strength: torch.Tensor,
+    ) -> tuple[torch.Tensor]:  # fmt: skip
         net, fun = self.net, self.fun
         x, time = started(net, picture, padding, timesteps)
         control_places = picture_places[: control.shape[1]]
