@@ -159,37 +159,25 @@ def needs() -> dict[str, tuple[str, ...] | None]:
 
     A family lists them in ``NEEDS``, in the notation of ``comfyui_internals``. None: its import fails.
     """
-    found: dict[str, tuple[str, ...] | None] = {}
-    for name in _names():
-        try:
-            family = _family(name)
-        except ImportError:
-            found[name] = None
+    return {name: None if family is None else getattr(family, "NEEDS", ()) for name, family in _modules()}
+
+
+def _modules(skipped: Collection[str] = ()) -> Iterator[tuple[str, ModuleType | None]]:
+    """Yield the name and module of each family; None where its import fails."""
+    for entry in pkgutil.iter_modules(families.__path__):
+        if entry.name in skipped:
             continue
-        if hasattr(family, "ARCHITECTURES"):
-            found[name] = getattr(family, "NEEDS", ())
-    return found
-
-
-def _names() -> list[str]:
-    return [entry.name for entry in pkgutil.iter_modules(families.__path__)]
-
-
-def _family(name: str) -> ModuleType:
-    return importlib.import_module(f"{families.__name__}.{name}")
+        try:
+            module = importlib.import_module(f"{families.__name__}.{entry.name}")
+        except ImportError as error:
+            log.debug("Hybrid TRT: %s is left out (%s)", entry.name, error)
+            module = None
+        if module is None or hasattr(module, "ARCHITECTURES"):
+            yield entry.name, module
 
 
 def _families() -> Iterator[ModuleType]:
-    for name in _names():
-        if name in _left_out:
-            continue
-        try:
-            family = _family(name)
-        except ImportError as error:  # ``needs`` reports it
-            log.debug("Hybrid TRT: %s is left out (%s)", name, error)
-            continue
-        if hasattr(family, "ARCHITECTURES"):
-            yield family
+    return (family for _, family in _modules(_left_out) if family is not None)
 
 
 def architectures() -> dict[str, Architecture]:

@@ -18,7 +18,7 @@ import torch
 from comfy.quant_ops import QuantizedTensor
 
 WEIGHT = "weight"
-"""The parameter that is quantised; the parameters for its tensors are called after it."""
+"""The quantised parameter; the parameters for its tensors have names that begin with it."""
 
 INT8 = "TensorWiseINT8Layout"
 """The format whose kernel folds activations."""
@@ -32,8 +32,8 @@ class QuantisedLinear(comfy.ops.mixed_precision_ops().Linear):
 
     Attributes:
         tensors: names of the weight's tensors, as torch's ``__tensor_flatten__`` gives them.
-        context: what else makes the weight, as the same gives it.
-        exact: True while it computes with its weight dequantised in float32, and does not quantise its input.
+        context: the further data of the weight, also from ``__tensor_flatten__``.
+        exact: True while it computes with the weight dequantised in float32, and does not quantise its input.
     """
 
     tensors: tuple[str, ...]
@@ -52,7 +52,7 @@ class QuantisedLinear(comfy.ops.mixed_precision_ops().Linear):
         return weight.to(dtype=torch.float32).dequantize() if self.exact else weight
 
     def _forward(self, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        # as its kernel takes it: else a tracer finds a batched product, for which ComfyUI dequantises the weight
+        # contiguous: else a tracer finds a batched product, for which ComfyUI dequantises the weight
         return super()._forward(input if isinstance(input, QuantizedTensor) else input.contiguous(), weight, bias)
 
     def take(self, weight: QuantizedTensor) -> None:
@@ -75,7 +75,7 @@ def multiplies_in_fp8(layer: torch.nn.Module) -> bool:
 
 @contextlib.contextmanager
 def computing_exactly(module: torch.nn.Module) -> Iterator[None]:
-    """Let all such layers of a module compute in float32: what native's quantised products come near."""
+    """Let the quantised layers of a module compute in float32, which native's products approximate."""
     layers = [layer for layer in module.modules() if isinstance(layer, QuantisedLinear)]
     before = [layer._full_precision_mm for layer in layers]
     for layer in layers:

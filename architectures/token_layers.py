@@ -5,7 +5,7 @@ ComfyUI turns queries and keys with kernels of its own, which no exporter takes;
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,15 +18,12 @@ from .blocks import OVERRIDE
 from .shapes import TensorSpec
 from .sizes import IMAGE, PATCH, PROMPT
 
-KEPT = 8
-"""Rotary embeddings that a binding keeps, each for one size of picture, prompt and references."""
-
-Rotary = Callable[..., dict[str, torch.Tensor]]
-"""The sizes of a call -> the tensors of ``rotary_inputs``."""
+MOST_KEPT = 8
+"""Results that a binding keeps: rotary embeddings by sizes, and tensors of strengths."""
 
 
 def rotary_inputs(head: int) -> list[TensorSpec]:
-    """Cosine and sine of each token's angles, those of the prompt's tokens apart: (tokens, ``head`` / 2, 2)."""
+    """Return inputs for cosine and sine of each token's angles, prompt and picture apart: (tokens, ``head`` / 2, 2)."""
     tokens = {"pe_prompt": PROMPT, "pe_image": IMAGE}
     return [TensorSpec(name, "float32", (dim, head // 2, 2), steady=True) for name, dim in tokens.items()]
 
@@ -66,12 +63,12 @@ def rotated(wide: torch.Tensor, pe: torch.Tensor) -> torch.Tensor:
 
 
 def attended(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, pe: torch.Tensor | None = None) -> torch.Tensor:
-    """Attention of (batch, tokens, heads, features); the result is (batch, tokens, heads * features).
+    """Compute attention of (batch, tokens, heads, features); the result is (batch, tokens, heads * features).
 
     Keys and values may have fewer heads, each for several of the queries.
 
     Args:
-        pe: turns queries and keys by their tokens' places, (tokens, features / 2, 2): cosine and sine.
+        pe: cosine and sine that turn queries and keys by their tokens' places, (tokens, features / 2, 2).
     """
     q, k, v = (t.transpose(1, 2) for t in (q, k, v))
     if pe is not None:
@@ -98,7 +95,7 @@ class RotaryAttention:
 
     @property
     def options(self) -> dict[str, Any]:
-        """The ``transformer_options`` that put it in place."""
+        """Return the ``transformer_options`` that put it in place."""
         return {OVERRIDE: self}
 
     def __call__(

@@ -1,8 +1,8 @@
 """ComfyUI's Flux transformers as engines: Flux.1 (dev, schnell, Kontext, Fill) and Flux.2 (dev, klein).
 
-The cut is at the tokens. The binding makes tokens of the latent and of the pictures that it refers to, and computes
-rotary embeddings once for each size, with ComfyUI's own code. So all of an engine's sizes follow from batch, tokens of
-pictures and tokens of the prompt.
+The cut is at the tokens. The binding makes tokens of the latent and its references, and computes rotary embeddings once
+for each size, with ComfyUI's own code. So all of an engine's sizes follow from batch, tokens of pictures and tokens of
+the prompt.
 """
 
 from __future__ import annotations
@@ -22,8 +22,7 @@ from ..calls import Binding, EngineCall, ResidualLayout, Unsupported, refuse_all
 from ..shapes import Sizes, TensorSpec
 from ..sizes import BATCH, IMAGE, PROMPT, ImageTokenSizes
 from ..token_layers import (
-    KEPT,
-    Rotary,
+    MOST_KEPT,
     RotaryAttention,
     latent_to_tokens,
     rope_changes,
@@ -41,8 +40,8 @@ FLUX2 = Sizes("Flux.2", 256, 1024, 1536, max_tokens=512)
 class FluxArchitecture(ImageTokenSizes):
     """A transformer that takes tokens of picture and prompt, sigmas, rotary embeddings and one tensor per residual.
 
-    It takes ``y`` and ``guidance`` where the network does. Residuals are inputs named ``control_input_<i>``, one for
-    each double block, and ``control_output_<i>``, one for each single block.
+    It takes ``y`` and ``guidance`` where the network does. Residuals are inputs named ``control_input_<i>`` for each
+    double block, and ``control_output_<i>`` for each single block.
     """
 
     name: str
@@ -82,11 +81,11 @@ class FluxArchitecture(ImageTokenSizes):
         return _FluxFunction(module)
 
     def binding(self, module: Flux) -> Binding:
-        return partial(_bind, module, _layout(module), lru_cache(KEPT)(partial(_rotary, module)))
+        return partial(_bind, module, _layout(module), lru_cache(MOST_KEPT)(partial(_rotary, module)))
 
 
 def conditioning_specs(module: Flux, dtype: str) -> list[TensorSpec]:
-    """``y``, which means zeros where a call has none, and ``guidance``, of the networks that take them."""
+    """Return specs of ``y`` and ``guidance`` for networks that take them. Without ``y`` a call has zeros."""
     found = []
     if module.vector_in is not None:
         found.append(TensorSpec("y", dtype, (BATCH, module.params.vec_in_dim), optional=True))
@@ -96,7 +95,7 @@ def conditioning_specs(module: Flux, dtype: str) -> list[TensorSpec]:
 
 
 def conditioning(module: Flux, call: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """The tensors of ``conditioning_specs`` in a call.
+    """Return the tensors of ``conditioning_specs`` in a call.
 
     Raises:
         Unsupported: the network takes guidance, and the call has none.
@@ -115,7 +114,7 @@ def thousandths(values: torch.Tensor) -> torch.Tensor:
     """Return ``values`` in float32, such that 1000 times each of them is the product that native gets.
 
     Native rounds the product to half precision before it takes the embedding; a compiled graph does not. In bfloat16
-    guidance of 3.5 becomes 3504, whose embedding is another one than that of 3500.
+    guidance of 3.5 becomes 3504, whose embedding differs from that of 3500.
     """
     return values if values.dtype == torch.float32 else (1000.0 * values).float() / 1000.0
 
@@ -132,7 +131,7 @@ _TWO_TIMES = "index_timestep_zero"
 """The method of references in which their tokens have a timestep of their own."""
 
 
-def _bind(module: Flux, layout: ResidualLayout, rotary: Rotary, call: Mapping[str, Any]) -> EngineCall:
+def _bind(module: Flux, layout: ResidualLayout, places: Any, call: Mapping[str, Any]) -> EngineCall:
     x, context = call["x"], call["context"]
     refuse_all_but(call, _TAKEN)
     references, method = call.get("ref_latents"), call.get("ref_latents_method", module.params.default_ref_method)
@@ -145,15 +144,15 @@ def _bind(module: Flux, layout: ResidualLayout, rotary: Rotary, call: Mapping[st
     inputs = _padded(layout.take(call.get("control"), x.shape[0]), image)
     residuals = frozenset(inputs)
     inputs |= {"image": image, "context": context, "timestep": call["timestep"], **conditioning(module, call)}
-    inputs |= rotary(sizes, context.shape[1], method, rope_changes(call), x.device)
+    inputs |= places(sizes, context.shape[1], method, rope_changes(call), x.device)
     return EngineCall(
         inputs, lambda outputs: to_latent(outputs["out"], x, patch).to(x.device, x.dtype), residuals=residuals
     )
 
 
 def _padded(residuals: dict[str, torch.Tensor], image: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Residuals with zeros behind the picture's own tokens: native adds none to those of references."""
-    padded: dict[int, torch.Tensor] = {}  # one that stands in several places stays one
+    """Return residuals with zeros behind the picture's own tokens: native adds none to tokens of references."""
+    padded: dict[int, torch.Tensor] = {}  # a residual in several places stays the same object
     for residual in residuals.values():
         if residual.ndim == image.ndim and (lacking := image.shape[1] - residual.shape[1]) > 0:
             if id(residual) not in padded:
@@ -165,10 +164,10 @@ def _rotary(
     module: Flux, sizes: tuple[tuple[int, int], ...], prompt: int, method: str, changes: tuple,
     device: torch.device,
 ) -> dict[str, torch.Tensor]:  # fmt: skip
-    """The rotary embeddings of a call: ComfyUI's own forward lays the tokens out, on pictures without values.
+    """Return the rotary embeddings of a call: ComfyUI's own forward lays the tokens out, on pictures without values.
 
     Args:
-        sizes: height and width of the latent, then of the pictures that it refers to.
+        sizes: height and width of the latent, then of its references.
         changes: see ``rope_changes``.
     """
     found: list[torch.Tensor] = []
@@ -189,7 +188,7 @@ def _rotary(
 
 
 def rotary_of(module: Flux, txt_ids: torch.Tensor, img_ids: torch.Tensor) -> dict[str, torch.Tensor]:
-    """The tensors of ``rotary_inputs`` from the places of prompt and picture, as ComfyUI has them."""
+    """Return the tensors of ``rotary_inputs`` from ComfyUI's places of prompt and picture."""
     pe = module.pe_embedder(torch.cat((txt_ids, img_ids), dim=1))[0, 0, ..., 0]  # the second column follows
     return dict(zip(("pe_prompt", "pe_image"), pe.tensor_split([txt_ids.shape[1]]), strict=True))
 

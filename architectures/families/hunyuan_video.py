@@ -21,14 +21,14 @@ from ..blocks import in_blocks
 from ..calls import Binding, EngineCall, Unsupported, prompt_of, refuse_all_but
 from ..shapes import Dim, Range, RequestedSizes, Sizes, Symbol, TensorSpec
 from ..sizes import BATCH, FRAMES, PROMPT, VIDEO, VideoSizes
-from ..token_layers import KEPT, RotaryAttention, to_tokens, to_video, write_out_norms
+from ..token_layers import MOST_KEPT, RotaryAttention, to_tokens, to_video, write_out_norms
 from .flux import thousandths
 
 GLYPHS, IMAGE = Dim("G"), Dim("I")
 SEEN, MOST_GLYPHS = 729, 256
-"""Tokens that ComfyUI's SigLIP encoder makes of a picture; those of quoted text, by byT5, that a file engine takes."""
+"""Tokens of a picture by ComfyUI's SigLIP encoder; tokens of quoted text, by byT5, that a file engine takes."""
 _SUMMED = 4096
-"""Tokens of a prompt that a compiled file sums in one way, to take their mean; Inductor sums more in another."""
+"""The longest prompt whose mean a compiled file takes; Inductor compiles longer sums differently."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,7 +104,7 @@ class HunyuanVideo(VideoSizes):
         return _OnTokens(module)
 
     def binding(self, module: Native) -> Binding:
-        return partial(_bind, module, lru_cache(KEPT)(partial(_places, module)))
+        return partial(_bind, module, lru_cache(MOST_KEPT)(partial(_places, module)))
 
 
 _TAKEN = frozenset({"x", "timestep", "context", "y", "txt_byt5", "clip_fea", "guidance", "disable_time_r",
@@ -115,7 +115,7 @@ _TAKEN = frozenset({"x", "timestep", "context", "y", "txt_byt5", "clip_fea", "gu
 def _bind(module: Native, places: Callable[..., torch.Tensor], call: Mapping[str, Any]) -> EngineCall:
     x, context, timestep = call["x"], prompt_of(call), call["timestep"]
     refuse_all_but(call, _TAKEN)
-    video, patch = x if x.ndim == _OF_VIDEO else x.unsqueeze(2), module.patch_size[-1]
+    video, patch = x if x.ndim == 5 else x.unsqueeze(2), module.patch_size[-1]
     frames, rows, columns = video.shape[2], video.shape[3] // patch, video.shape[4] // patch
     if (rows * patch, columns * patch) != video.shape[3:]:
         raise Unsupported("a latent of odd sides, which the network does not take")
@@ -131,17 +131,13 @@ def _bind(module: Native, places: Callable[..., torch.Tensor], call: Mapping[str
 
     def finish(outputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
         result = to_video(outputs["out"], frames, rows, columns, patch, channels_last=False)
-        return (result if x.ndim == _OF_VIDEO else result.squeeze(2)).to(x.device, x.dtype)
+        return (result if x.ndim == 5 else result.squeeze(2)).to(x.device, x.dtype)
 
     return EngineCall(inputs, finish)
 
 
-_OF_VIDEO = 5
-"""Dimensions of a video's latent."""
-
-
 def _conditioning(module: Native, call: Mapping[str, Any], context: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Those tensors beside the prompt that the network takes."""
+    """Return the tensors beside the prompt that the network takes."""
     given = {name: call.get(name) for name in ("y", "guidance", "txt_byt5", "clip_fea")}
 
     def needed(name: str) -> torch.Tensor:
@@ -167,7 +163,7 @@ def _conditioning(module: Native, call: Mapping[str, Any], context: torch.Tensor
 
 
 def _next_sigma(call: Mapping[str, Any], timestep: torch.Tensor) -> dict[str, torch.Tensor]:
-    """The sigma of the step behind this one, where the sampler's list has it; the host waits for nothing."""
+    """Return the next step's sigma, if the sampler's list has it. The host does not wait for the GPU."""
     options = call.get("transformer_options") or {}
     if call.get("disable_time_r"):
         return {"next_sigma": torch.zeros_like(timestep), "has_next": torch.zeros_like(timestep)}
@@ -181,15 +177,15 @@ def _next_sigma(call: Mapping[str, Any], timestep: torch.Tensor) -> dict[str, to
 
 
 def _places(module: Native, size: tuple[int, int, int], device: torch.device, dtype: torch.dtype) -> torch.Tensor:
-    """Cosine and sine of each token's angles, as native places it: (frames, rows, columns, angles, 2)."""
+    """Return cosine and sine of each token's angles, as native places it: (frames, rows, columns, angles, 2)."""
     sides = map(mul, size[-len(module.patch_size) :], module.patch_size)
     latent = torch.zeros(1, 1, *sides, device=device, dtype=dtype)
-    ids = (Native.img_ids if latent.ndim == _OF_VIDEO else Native.img_ids_2d)(module, latent)
+    ids = (Native.img_ids if latent.ndim == 5 else Native.img_ids_2d)(module, latent)
     return module.pe_embedder(ids)[0, 0, ..., 0].unflatten(0, size).contiguous()
 
 
 class _OnTokens(torch.nn.Module):
-    """Native's forward behind its patches, with the parts that a network lacks left out."""
+    """Native's forward behind its patches, without the parts that a network lacks."""
 
     def __init__(self, net: Native):
         super().__init__()
@@ -237,7 +233,7 @@ class _OnTokens(torch.nn.Module):
     def _words(
         self, context: torch.Tensor, timestep: torch.Tensor, byt5: torch.Tensor | None, vision: torch.Tensor | None
     ) -> torch.Tensor:
-        """All tokens of text and picture, in native's order."""
+        """Return all tokens of text and picture, in native's order."""
         net, kinds = self.net, self.net.cond_type_embedding
         txt = net.txt_in(context, timestep, None, transformer_options=RotaryAttention().options)
         if kinds is not None:

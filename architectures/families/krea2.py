@@ -19,10 +19,10 @@ from ..blocks import in_blocks
 from ..calls import Binding, EngineCall, Unsupported, prompt_of, refuse_all_but
 from ..shapes import Dim, Sizes, TensorSpec
 from ..sizes import BATCH, PATCH, PICTURE, PROMPT, REFERENCE, TokenSizes
-from ..token_layers import KEPT, attended, latent_to_tokens, normed, to_latent
+from ..token_layers import MOST_KEPT, attended, latent_to_tokens, normed, to_latent
 
 ZERO = "index_timestep_zero"
-"""ComfyUI's name of the way to place references in which their time is zero."""
+"""ComfyUI's name of the method of references whose time is zero."""
 
 Size = tuple[int, int]
 
@@ -57,7 +57,7 @@ class Krea2(TokenSizes):
         return _OnTokens(module)
 
     def binding(self, module: SingleStreamDiT) -> Binding:
-        places = lru_cache(KEPT)(partial(_places, module.pe_embedder))
+        places = lru_cache(MOST_KEPT)(partial(_places, module.pe_embedder))
         return partial(_bind, places, module.default_ref_method)
 
 
@@ -90,7 +90,7 @@ def _bind(
 
 
 _NATIVE = SimpleNamespace(patch=PATCH)
-"""All that native's ``process_img`` reads of its network."""
+"""The only attribute that native's ``process_img`` reads of its network."""
 
 
 def _flat(latent: torch.Tensor) -> torch.Tensor:
@@ -100,7 +100,7 @@ def _flat(latent: torch.Tensor) -> torch.Tensor:
 def _places(
     embedder: EmbedND, size: Size, references: Sequence[Size], device: torch.device
 ) -> dict[str, torch.Tensor]:
-    """Rotary embeddings of picture and references, as native places them: cosine and sine."""
+    """Return rotary embeddings of picture and references, as native places them: cosine and sine."""
 
     def ids(sides: Size, index: int) -> torch.Tensor:
         return SingleStreamDiT.process_img(_NATIVE, torch.zeros(1, 1, *sides, device=device), index=index)[1]
@@ -108,11 +108,11 @@ def _places(
     def embedded(ids: torch.Tensor) -> torch.Tensor:
         return embedder(ids)[0, 0, ..., 0].contiguous()
 
-    others = [ids(sides, index) for index, sides in enumerate(references, 1)]
+    beside = [ids(sides, index) for index, sides in enumerate(references, 1)]
     nothing = torch.zeros(1, 0, 3, device=device)
     return {
         "pe_image": embedded(ids(size, 0)).unflatten(0, tuple(-(-side // PATCH) for side in size)),
-        "pe_reference": embedded(torch.cat([nothing, *others], 1)),
+        "pe_reference": embedded(torch.cat([nothing, *beside], 1)),
     }
 
 
@@ -133,7 +133,7 @@ def _attention(layer: torch.nn.Module, x: torch.Tensor, pe: torch.Tensor | None 
 
 
 def _fused_text(net: SingleStreamDiT, context: torch.Tensor) -> torch.Tensor:
-    """The prompt as the transformer takes it, from what the text encoder's layers say of each token."""
+    """Return the prompt as the transformer takes it, from the text encoder's layers for each token."""
 
     def through(blocks: Sequence[torch.nn.Module], x: torch.Tensor) -> torch.Tensor:
         for block in blocks:
@@ -182,7 +182,12 @@ def _block(
     block: SingleStreamBlock, h: torch.Tensor, times: Sequence[torch.Tensor | None], pe: torch.Tensor,
     behind: torch.Tensor | None,
 ) -> torch.Tensor:  # fmt: skip
-    """Native's block; ``behind`` has a row for each token of references, which have the second of ``times``."""
+    """Compute native's block.
+
+    Args:
+        times: of the picture and the prompt, and of references.
+        behind: a row for each token of references.
+    """
     moved = [(time + block.mod.lin.to(time.dtype)).chunk(6, -1) for time in times if time is not None]
 
     def parts(x: torch.Tensor) -> Sequence[torch.Tensor]:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from types import SimpleNamespace
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from comfy.ldm.flux.layers import EmbedND
@@ -21,13 +21,12 @@ from ..blocks import in_blocks
 from ..calls import Binding, EngineCall, ResidualLayout, Unsupported, prompt_of, refuse_all_but
 from ..shapes import Dim, Sizes, TensorSpec
 from ..sizes import BATCH, PATCH, PICTURE, PROMPT, REFERENCE, TokenSizes
-from ..token_layers import KEPT, attended, latent_to_tokens, to_latent, write_out_norms
+from ..token_layers import MOST_KEPT, attended, latent_to_tokens, to_latent, write_out_norms
 
 INDEX, ZERO, NEGATIVE = "index", "index_timestep_zero", "negative_index"
-"""ComfyUI's names of ways to place references; with any other name they lie beside each other."""
+"""ComfyUI's methods to place references; with any other method they lie beside each other."""
 
 Size = tuple[int, int]
-Net = TypeVar("Net", bound=QwenImageTransformer2DModel)
 
 
 @dataclass(frozen=True)
@@ -75,7 +74,7 @@ class QwenImage(TokenSizes):
     def binding(self, module: QwenImageTransformer2DModel) -> Binding:
         blocks = [f"control_{i}" for i in range(len(module.transformer_blocks))]
         layout = ResidualLayout({"input": blocks}, from_end=False)
-        places = lru_cache(KEPT)(partial(places_of, module.pe_embedder))
+        places = lru_cache(MOST_KEPT)(partial(_places, module.pe_embedder))
         return partial(_bind, layout, places, module.default_ref_method)
 
 
@@ -113,7 +112,7 @@ def _bind(
 
 
 _NATIVE = SimpleNamespace(patch_size=PATCH)
-"""All that native's ``process_img`` reads of its network."""
+"""The only attribute that native's ``process_img`` reads of its network."""
 
 
 def _tokens(latent: torch.Tensor) -> torch.Tensor:
@@ -121,11 +120,11 @@ def _tokens(latent: torch.Tensor) -> torch.Tensor:
     return latent_to_tokens(latent.squeeze(2))
 
 
-def places_of(
+def _places(
     embedder: EmbedND, size: Size, words: int, references: Sequence[Size], method: str | None, device: torch.device,
     dtype: torch.dtype,
 ) -> dict[str, torch.Tensor]:  # fmt: skip
-    """Rotary embeddings of all tokens, as native places them; of a rotation its cosine and sine."""
+    """Return rotary embeddings of all tokens, as native places them: cosine and sine."""
 
     def ids(height: int, width: int, **where: int) -> torch.Tensor:
         latent = torch.zeros(1, 1, 1, height, width, device=device, dtype=dtype)
@@ -137,17 +136,17 @@ def places_of(
     rows, columns = (-(-side // PATCH) for side in size)
     first = max(rows, columns) // 2
     context = torch.arange(first, first + words, device=device).reshape(1, -1, 1).repeat(1, 1, 3)
-    others = [ids(*r, **where) for r, where in zip(references, _where(references, method), strict=True)]
+    beside = [ids(*r, **where) for r, where in zip(references, _where(references, method), strict=True)]
     nothing = torch.zeros(1, 0, 3, device=device)
     return {
         "pe_image": embedded(ids(*size)).unflatten(0, (rows, columns)),
         "pe_context": embedded(context),
-        "pe_reference": embedded(torch.cat([nothing, *others], 1)),
+        "pe_reference": embedded(torch.cat([nothing, *beside], 1)),
     }
 
 
 def _where(references: Sequence[Size], method: str | None) -> list[dict[str, int]]:
-    """The place of each reference, as arguments of native's ``process_img``."""
+    """Return the place of each reference, as arguments of native's ``process_img``."""
     if method in (INDEX, ZERO, NEGATIVE):
         step = -1 if method == NEGATIVE else 1
         return [{"index": step * (i + 1)} for i in range(len(references))]
@@ -172,7 +171,7 @@ class _Attention(Attention):
             if norms:
                 split = [t.unflatten(-1, (self.heads, -1)) for t in both]
                 both = [norm(t).flatten(2) for t, norm in zip(split, norms, strict=True)]
-            # put together as tokens: four dimensions would be taken for an image's, see ``keep_channels_last``
+            # joined in three dimensions: ``keep_channels_last`` takes four for an image
             return torch.cat(both, 1).unflatten(-1, (self.heads, -1))
 
         q = heads(self.add_q_proj, self.to_q, (self.norm_added_q, self.norm_q))
@@ -181,19 +180,23 @@ class _Attention(Attention):
         return self.to_out[0](out[:, words:]), self.to_add_out(out[:, :words])
 
 
-def written_out(net: Net) -> Net:
-    """The same network, a copy that nobody else uses, with its attention and norms written out."""
+def _write_out(net: torch.nn.Module) -> None:
+    """Let norms and attention of a copy compute in plain operations."""
     write_out_norms(net)
     for block in net.transformer_blocks:
         block.attn.__class__ = _Attention
-    return net
 
 
 def _block(
     block: QwenImageTransformerBlock, h: torch.Tensor, words: torch.Tensor, times: torch.Tensor, pe: torch.Tensor,
     behind: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Native's block; ``behind`` has a row for each token of references, which have the second half of ``times``."""
+    """Compute native's block.
+
+    Args:
+        times: of the picture and the prompt, then of references.
+        behind: a row for each token of references.
+    """
     own = None if behind is None else h.shape[1] - behind.shape[0]
     return QwenImageTransformerBlock.forward(block, h, words, None, times, pe, timestep_zero_index=own)
 
@@ -201,7 +204,8 @@ def _block(
 class _OnTokens(torch.nn.Module):
     def __init__(self, net: QwenImageTransformer2DModel):
         super().__init__()
-        self.net = written_out(net)
+        _write_out(net)
+        self.net = net
         self.blocks = in_blocks(net.transformer_blocks, _block)
 
     def forward(
@@ -224,7 +228,7 @@ class _OnTokens(torch.nn.Module):
 
 @dataclass(frozen=True)
 class QwenImageControlNet(TokenSizes):
-    """The ControlNet from its tokens on. Each of its blocks gives one residual, for several blocks of the model."""
+    """The ControlNet from its tokens on. Each of its blocks gives a residual for several blocks of the model."""
 
     name = "qwen_image_controlnet"
     role = Role.CONTROLNET
@@ -257,7 +261,7 @@ class QwenImageControlNet(TokenSizes):
         blocks, wanted = len(module.controlnet_blocks), module.main_model_double
         each = -(-wanted // blocks)
         layout = ResidualLayout({"input": [f"residual_{i // each}" for i in range(wanted)]}, from_end=False)
-        return partial(_bind_controlnet, layout, lru_cache(KEPT)(partial(places_of, module.pe_embedder)))
+        return partial(_bind_controlnet, layout, lru_cache(MOST_KEPT)(partial(_places, module.pe_embedder)))
 
 
 def _bind_controlnet(
@@ -270,7 +274,7 @@ def _bind_controlnet(
     if any(latent.ndim != 5 or latent.shape[2] != 1 for latent in (x, hint)):
         raise Unsupported("a latent of several pictures in a row")
     inputs = {"image": _tokens(x), "hint": _tokens(hint), "context": context, "timestep": call["timesteps"]}
-    if hint.shape[0] == 1:  # ComfyUI hands one image to a whole batch
+    if hint.shape[0] == 1:  # an image for the whole batch
         inputs["hint"] = inputs["hint"].expand(x.shape[0], -1, -1)
     found = places(x.shape[-2:], context.shape[1], (), None, x.device, x.dtype)
     inputs |= {name: found[name] for name in ("pe_image", "pe_context")}
@@ -280,7 +284,8 @@ def _bind_controlnet(
 class _ControlNetOnTokens(torch.nn.Module):
     def __init__(self, net: QwenImageControlNetModel):
         super().__init__()
-        self.net = written_out(net)
+        _write_out(net)
+        self.net = net
         self.blocks = in_blocks(net.transformer_blocks)
 
     def forward(

@@ -33,20 +33,20 @@ from ..sizes import LatentSizes
 from . import ldm
 
 EARLIER = Dim("E")
-"""Earlier frames whose tokens a call is given."""
+"""The number of earlier frames whose tokens a call has."""
 
 
 @dataclass(frozen=True)
 class UNetArchitecture(LatentSizes):
-    """A UNet that takes the latent, timesteps, prompt, ``y`` if the family has it, and one tensor per residual.
+    """A UNet that takes the latent, timesteps, prompt, ``y`` if the family has it, and a tensor per residual.
 
     Residuals are inputs named ``control_output_<i>`` and ``control_middle_0``, and ``control_input_<i>`` where
     T2I-adapters act; zeros mean that there is none.
 
     Attributes:
         adapter_blocks: the input blocks behind which the family's T2I-adapters act.
-        keeps_tokens: whether it also takes the tokens of earlier frames, and gives its own; see ``kept_tokens``. Live
-            weights alone do so, and nothing is compiled.
+        keeps_tokens: whether it also takes the tokens of earlier frames, and gives its own; see ``kept_tokens``. Only
+            live weights serve such calls, without compiled files.
     """
 
     name: str
@@ -86,11 +86,11 @@ class UNetArchitecture(LatentSizes):
         return _UNetFunction(module, self.takes_y, self._adapter_blocks(module), layers)
 
     def fuse_layers(self, module: UNetModel) -> list[FusedLinear]:
-        # with tokens of earlier frames keys take more than queries do, and the weights stay those of the other engine
+        # with tokens of earlier frames keys have another input than queries
         return [] if self.keeps_tokens else ldm.fuse_layers(module)
 
     def keeping_tokens(self, module: UNetModel) -> UNetArchitecture | None:
-        """Return the same for calls that attend to earlier frames; None where a network cannot."""
+        """Return the architecture of calls that attend to earlier frames; None for a network that cannot."""
         able = ldm.token_dims(module)
         return replace(self, name=f"{self.name}_kept", keeps_tokens=True) if able else None
 
@@ -115,7 +115,7 @@ def _bind_unet(layout: ResidualLayout, call: Mapping[str, Any]) -> EngineCall:
 
     def finish(outputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
         if options is not None:
-            options["original_shape"] = list(x.shape)  # native leaves it there for others to read
+            options["original_shape"] = list(x.shape)  # as native does, for other nodes
         return outputs["out"].to(x.device, x.dtype)
 
     return EngineCall(inputs, finish, residuals=residuals)
@@ -145,7 +145,7 @@ class _UNetFunction(torch.nn.Module):
     def __init__(self, unet: UNetModel, takes_y: bool, adapter_blocks: list[int], layers: int):
         """
         Args:
-            layers: those that take the tokens of earlier frames and give their own; 0 where none does.
+            layers: the number of layers that take the tokens of earlier frames and give their own.
         """
         super().__init__()
         self.unet = unet
@@ -174,10 +174,10 @@ TYPE_EMBEDDING = "control_type_embedding"
 
 @dataclass(frozen=True)
 class ControlNetArchitecture(LatentSizes):
-    """A ControlNet that takes the latent, hint, timesteps, prompt and ``y``, and gives one tensor per residual.
+    """A ControlNet that takes the latent, hint, timesteps, prompt and ``y``, and gives a tensor per residual.
 
-    The hint has a batch of its own (1, or that of the latent): ComfyUI hands one image to a whole batch. Its encoder is
-    a per-image pass. That of a union ControlNet depends on the control's type and also gives the type's embedding.
+    The hint has a batch of its own, 1 or the latent's: ComfyUI passes a single image for the whole batch. Its encoder
+    is a per-image pass. In a union ControlNet the pass depends on the control's type, and also gives its embedding.
     """
 
     name: str
@@ -228,7 +228,7 @@ class ControlNetArchitecture(LatentSizes):
 def _bind_controlnet(layout: ResidualLayout, takes_y: bool, is_union: bool, call: Mapping[str, Any]) -> EngineCall:
     x = call["x"]
     inputs = {"x": x, "hint": call["hint"], "timesteps": call["timesteps"], "context": call["context"]}
-    if takes_y:  # the others ignore it, as native does
+    if takes_y:  # else it is ignored, as in native
         if (y := call.get("y")) is None:
             raise OtherKind("there is no vector conditioning (y); the model is of another family")
         inputs["y"] = y
@@ -246,7 +246,7 @@ def _hint_spec(module: ControlNet, dtype: str) -> TensorSpec:
 
 
 class _ControlNetFunction(torch.nn.Module):
-    """A ControlNet whose per-image passes were taken out, or a whole one that is not of the union kind."""
+    """A ControlNet without its per-image passes; or a whole ControlNet, if it is no union."""
 
     def __init__(self, controlnet: ControlNet):
         super().__init__()
@@ -266,7 +266,7 @@ class _ControlNetFunction(torch.nn.Module):
 
 
 class _HintEncoder(torch.nn.Module):
-    """The hint block as a function of the hint: it takes an embedding and a prompt, and uses neither."""
+    """The hint block as a function of the hint alone: it uses neither embedding nor prompt."""
 
     def __init__(self, block: torch.nn.Module):
         super().__init__()
@@ -279,14 +279,14 @@ class _HintEncoder(torch.nn.Module):
 class _UnionHintEncoder(torch.nn.Module):
     """Hint encoder of a union ControlNet: gives the features of a hint and the embedding of its types.
 
-    ``ControlNet.union_controlnet_merge`` does the first, and uses neither the embedding nor the prompt that it takes.
+    ``ControlNet.union_controlnet_merge`` computes the features, and uses neither its embedding nor its prompt.
     """
 
     merge = ControlNet.union_controlnet_merge
 
     def __init__(self, controlnet: ControlNet):
         super().__init__()
-        self._parameters = controlnet._parameters  # the task embedding: whoever follows weights writes it there
+        self._parameters = controlnet._parameters  # shared: live weights are written there
         self.num_control_type = controlnet.num_control_type
         self.input_hint_block = controlnet.input_hint_block
         self.transformer_layes = controlnet.transformer_layes
@@ -303,14 +303,14 @@ class _UnionHintEncoder(torch.nn.Module):
 
 
 class _AsGiven(torch.nn.Module):
-    """Stands where the hint block was, and hands on what the block made before."""
+    """Replaces the hint block, and returns the encoded hint."""
 
     def forward(self, encoded: torch.Tensor, *_: object) -> torch.Tensor:
         return encoded
 
 
 class _Remembered(torch.nn.Module):
-    """Stands where a union ControlNet's type embedding was, and gives what it is told before each call."""
+    """Replaces a union ControlNet's type embedding, and returns ``value``, which is set before each call."""
 
     value: torch.Tensor
 

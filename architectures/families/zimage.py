@@ -1,7 +1,7 @@
 """Z-Image, Turbo and base: one stream of tokens, first the prompt's and then the picture's.
 
-What native does with the prompt alone depends on neither picture nor timestep, and is a per-image pass. Both parts of
-the stream are multiples of 32 tokens long, so an engine's sizes are numbers of such groups.
+The layers for the prompt alone depend on neither picture nor timestep, and are a per-image pass. Both parts of the
+stream are multiples of 32 tokens long, so an engine's sizes are numbers of such groups.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ..calls import Binding, EngineCall, PerImagePass, Unsupported, prompt_of, r
 from ..shapes import TOKEN_STEP, Dim, Range, Sizes, Symbol, TensorSpec
 from ..sizes import PATCH, ImageTokenSizes
 from ..token_layers import (
-    KEPT,
+    MOST_KEPT,
     attended,
     latent_to_tokens,
     normed,
@@ -59,7 +59,7 @@ class ZImageSizes(ImageTokenSizes):
 
 @dataclass(frozen=True)
 class ZImage(ZImageSizes):
-    """A network that takes a picture in tokens, which of them are padding, the encoded prompt and rotary embeddings."""
+    """A network that takes a picture's tokens, marks of their padding, the encoded prompt and rotary embeddings."""
 
     name = "zimage"
     role = Role.BACKBONE
@@ -97,18 +97,18 @@ class ZImage(ZImageSizes):
         return _OnTokens(module)
 
     def passes(self, module: NextDiT) -> list[PerImagePass]:
-        """See ``Architecture``: all that native does with the prompt before it meets the picture."""
+        """See ``Architecture``: the layers for the prompt alone."""
         takes = _prompt(module, str(module.dtype).removeprefix("torch."))
         found = PerImagePass(takes, ("prompt",), _PromptEncoder(module))
         module.cap_embedder = module.context_refiner = torch.nn.Identity()
         return [found]
 
     def binding(self, module: NextDiT) -> Binding:
-        return partial(_bind, lru_cache(KEPT)(partial(_places, module.rope_embedder)))
+        return partial(_bind, lru_cache(MOST_KEPT)(partial(_places, module.rope_embedder)))
 
 
 def is_plain(layer: torch.nn.Module, kind: type = JointTransformerBlock) -> bool:
-    """Tell whether a layer is a block that ``block`` computes, of exactly this class."""
+    """Tell whether a layer is of exactly this class, and ``block`` computes it."""
     attention = layer.attention if type(layer) is kind else None
     return attention is not None and attention.qk_norm and attention.n_local_heads == attention.n_local_kv_heads
 
@@ -143,7 +143,7 @@ def _bind(places: Callable[..., tuple[torch.Tensor, ...]], call: Mapping[str, An
 def _places(
     embedder: torch.nn.Module, rows: int, columns: int, groups: int, changes: tuple, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return which tokens of a picture are padding, (tokens, 1); then the places of a prompt's and of its tokens.
+    """Return marks of a picture's padding, (tokens, 1), then rotary embeddings of the prompt and of the picture.
 
     Args:
         groups: of the prompt's tokens.
@@ -228,7 +228,7 @@ class _PromptEncoder(torch.nn.Module):
 def started(
     net: NextDiT, picture: torch.Tensor, padding: torch.Tensor, timesteps: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute what the first block takes: the picture's tokens, and the time."""
+    """Return the inputs of the first block: the picture's tokens, and the time."""
     time = net.t_embedder((1.0 - timesteps) * net.time_scale, dtype=picture.dtype)
     embedded = net.x_embedder(picture)
     return torch.where(padding > 0.5, net.x_pad_token.to(embedded.dtype), embedded), time
