@@ -251,12 +251,12 @@ def runs_per_step(architecture: str) -> bool:
 def profile_words(architecture: str, profile: Profile) -> str:
     """Return a profile in words.
 
-    Where the family is not known, or ComfyUI is not loaded, the words are those for still images.
+    Where the family is not known, or ComfyUI is not loaded, the words are for still images.
     """
     known = architectures().get(architecture) if "comfy.model_management" in sys.modules else None
     try:
         return (known or ANY).words(profile)
-    except KeyError:  # somebody wrote a manifest that lacks a size of its family
+    except KeyError:  # a manifest may lack a size of its family
         return words_for(profile, (known or ANY).symbols)
 
 

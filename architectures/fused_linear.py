@@ -13,7 +13,7 @@ class FusedLinear(torch.nn.Module):
     """Layers whose weights are joined in a tensor; the first ``Part`` that is called in a pass computes all.
 
     Attributes:
-        layers: the layers, which compute no longer themselves; their parameters are views of the joined ones.
+        layers: the layers, which compute no longer themselves; their parameters are views of joined parameters.
         weight: (sum of the layers' features out, features in).
         bias: (sum of the layers' features out,), or None.
     """

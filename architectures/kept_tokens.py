@@ -64,7 +64,7 @@ class _Call:
         return kept if self.count == len(self.slots) else kept[:, : self.count * length]
 
     def advance(self) -> None:
-        """Move the current tokens to the kept ones, in the place of the oldest."""
+        """Copy the current tokens to the kept tokens, in the place of the oldest."""
         if not self.now:
             return
         torch._foreach_copy_(self.slots[self.next], self.now)

@@ -1,6 +1,6 @@
 """Linear layers with ComfyUI's quantised weights, whose tensors are parameters that can be lifted, shared and replaced.
 
-ComfyUI keeps such a weight as one tensor of a class of its own, which no tracer takes apart. Here its tensors lie on
+ComfyUI keeps such a weight as a tensor of a class of its own, which no tracer takes apart. Here its tensors lie on
 the layer, and each call puts the weight together again. All else is the native layer: the same operations run in the
 same order, so the result is equal to the bit.
 
@@ -92,7 +92,7 @@ def linear_behind(linear: torch.nn.Module, x: torch.Tensor, activation: str) -> 
 
     Newer versions of ComfyUI fold the activation into the int8 product behind it, by ``linear_input_act``. That calls a
     plain function of ComfyUI's kernels, which a tracer takes apart or cannot follow. The same kernel is an operation
-    too, which stays whole in what is compiled: the same rounding, and as few passes over memory.
+    too, which stays whole in compiled code: the same rounding, and as few passes over memory.
     """
     weight = linear.weight
     if isinstance(weight, QuantizedTensor) and weight._layout_cls == INT8:

@@ -29,7 +29,7 @@ def rotary_inputs(head: int) -> list[TensorSpec]:
 
 
 def numbers(values: tuple[float, ...], device: torch.device) -> torch.Tensor:
-    """Return numbers as a tensor of float32 that a binding may keep, whatever mode it was made in."""
+    """Return numbers as a tensor of float32 that a binding may keep, with a version: no inference tensor."""
     with torch.inference_mode(False):
         return torch.tensor(values, dtype=torch.float32, device=device)
 

@@ -210,7 +210,7 @@ class _PromptEncoder(torch.nn.Module):
 
     def __init__(self, net: NextDiT):
         super().__init__()
-        self._parameters = net._parameters  # the padding: whoever follows weights writes it there
+        self._parameters = net._parameters  # shared, for the padding: live weights are written there
         self.embedder = net.cap_embedder
         self.blocks = net.context_refiner
         self.rotary = net.rope_embedder
