@@ -22,7 +22,7 @@ from ..node_names import (
 )
 from .graph import GET, INPUT_NODE, OUTPUT_NODE, SET, Graph, Link, Node, Port, Workflow, is_ours, name_of
 from .layout import place
-from .sockets import kind_of
+from .node_data import kind_of
 
 PASSES_ON = {
     ACCELERATE: ("model", "vae", *CONTROL_INPUTS),

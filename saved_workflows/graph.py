@@ -8,8 +8,19 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, TypeVar
 
-from .everywhere import feeds, is_understood, priority
-from .sockets import INPUT_NODE, OUTPUT_NODE, Data, Node, bypass_slot, fits, free, kind_of
+from .node_data import (
+    INPUT_NODE,
+    OUTPUT_NODE,
+    Data,
+    Node,
+    bypass_slot,
+    feeds,
+    fits,
+    free,
+    is_understood,
+    kind_of,
+    priority,
+)
 
 T = TypeVar("T")
 

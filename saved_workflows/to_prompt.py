@@ -1,4 +1,4 @@
-"""Turns a saved workflow (UI format 0.4) into an API prompt as ComfyUI's page does, without a browser.
+"""API prompts: made of saved workflows (UI format 0.4) as ComfyUI's page does, and rewired as workflows are.
 
 Not covered: random choices such as {a|b} and %replacements% in texts (left as they are), and widgets that other packs'
 JavaScript makes.
@@ -7,8 +7,8 @@ JavaScript makes.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple, TypeVar
 
 from .graph import (
     BYPASSED,
@@ -18,17 +18,18 @@ from .graph import (
     OUTPUT_NODE,
     REROUTES,
     SET,
+    Graph,
     Link,
+    Workflow,
     WorkflowError,
     as_workflow_error,
     check_format,
     definitions,
     name_of,
 )
-from .sockets import bypass_slot, kind_of
+from .node_data import Data, Node, bypass_slot, kind_of
 
-Workflow = dict[str, Any]
-Node = dict[str, Any]
+T = TypeVar("T")
 Prompt = dict[str, dict[str, Any]]
 ObjectInfo = dict[str, Any]
 Source = tuple[str, int]
@@ -42,7 +43,7 @@ SEEDS = ("seed", "noise_seed")
 UPLOADS = ("image_upload", "video_upload", "animated_image_upload")
 
 
-def to_prompt(workflow: Workflow, object_info: ObjectInfo) -> Prompt:
+def to_prompt(workflow: Data, object_info: ObjectInfo) -> Prompt:
     """The API prompt of a workflow.
 
     Args:
@@ -56,7 +57,7 @@ def to_prompt(workflow: Workflow, object_info: ObjectInfo) -> Prompt:
         return _prompt_of(workflow, object_info)
 
 
-def _prompt_of(workflow: Workflow, object_info: ObjectInfo) -> Prompt:
+def _prompt_of(workflow: Data, object_info: ObjectInfo) -> Prompt:
     check_format(workflow)
     graph = _Flat(workflow)
     for node in graph.nodes.values():
@@ -170,13 +171,13 @@ class _Flat:
     A node in a subgraph has the id that prompts give it, as "2:5". Inputs and outputs of subgraphs become reroutes.
     """
 
-    def __init__(self, workflow: Workflow) -> None:
+    def __init__(self, workflow: Data) -> None:
         self.nodes: dict[str, Node] = {}
         self.links: dict[str, Source] = {}
         self._subgraphs = {one["id"]: one for one in definitions(workflow)}
         self._add(workflow, "", {})
 
-    def _add(self, graph: Workflow, prefix: str, outer: dict[Any, Any]) -> None:
+    def _add(self, graph: Data, prefix: str, outer: dict[Any, Any]) -> None:
         """Add a graph; ``outer`` has the inputs of the Set nodes around it by name."""
         def sockets(node: Node) -> list[dict[str, Any]]:
             return [{**socket, "link": None if (link := socket.get("link")) is None else f"{prefix}{link}"}
@@ -270,3 +271,64 @@ def _sockets(node: Node, object_info: ObjectInfo) -> list[dict[str, Any]]:
     kinds = {name: spec[0] for group in ("required", "optional") for name, spec in groups.get(group, {}).items()}
     more = [w.name for w in widgets_of(node, object_info) if w.sent and w.name not in names]
     return [*listed, *({"name": name, "type": str(kinds.get(name, "COMBO")), "link": None} for name in more)]
+
+
+def is_prompt(data: Any) -> bool:
+    """Tell whether data is a workflow in API format."""
+    entries = list(data.values()) if isinstance(data, Mapping) else []
+    return bool(entries) and all(isinstance(entry, Mapping) and isinstance(entry.get("class_type"), str)
+                                 and isinstance(entry.get("inputs"), dict) for entry in entries)  # fmt: skip
+
+
+def change_prompt(prompt: Prompt, object_info: ObjectInfo, how: Callable[[Workflow], T]) -> T:
+    """Change an API prompt in place by a function for workflows, and return its result.
+
+    Raises:
+        WorkflowError: it has nodes that ComfyUI does not know, or is damaged.
+    """
+    with as_workflow_error():
+        workflow = Workflow(_drawn(prompt, object_info))
+        answer = how(workflow)
+        _write_back(workflow.root, prompt, object_info)
+    return answer
+
+
+def _write_back(graph: Graph, prompt: Prompt, object_info: ObjectInfo) -> None:
+    for gone in prompt.keys() - set(map(str, graph.nodes)):
+        del prompt[gone]
+    for node in graph.nodes.values():
+        entry = prompt.setdefault(str(node["id"]), {"class_type": node["type"], "inputs": {
+            widget.name: widget.value for widget in widgets_of(node, object_info) if widget.sent
+        }})  # fmt: skip
+        for socket in node["inputs"]:
+            link = graph.links.get(socket["link"])
+            if link is not None:
+                entry["inputs"][socket["name"]] = [str(link.origin), link.slot]
+            elif socket["link"] is None:
+                entry["inputs"].pop(socket["name"], None)
+
+
+def _drawn(prompt: Prompt, object_info: ObjectInfo) -> dict[str, Any]:
+    nodes: list[dict[str, Any]] = []
+    links: list[list[Any]] = []
+    for key, entry in prompt.items():
+        info = object_info.get(entry["class_type"])
+        if info is None:
+            raise WorkflowError(f"ComfyUI has no node {entry['class_type']} (node {key} of the workflow)")
+        kinds = {name: spec[0] for group in info["input"].values() if isinstance(group, Mapping)
+                 for name, spec in group.items()}  # fmt: skip
+        node = {"id": key, "type": entry["class_type"], "inputs": [],
+                "widgets_values": [value for value in entry["inputs"].values() if isinstance(value, str)]}  # fmt: skip
+        for name, value in entry["inputs"].items():
+            if is_link(value) and value[0] in prompt:
+                kind = _kind(kinds.get(name, "*"))
+                links.append([len(links) + 1, value[0], value[1], key, len(node["inputs"]), kind])
+                node["inputs"].append({"name": name, "type": kind, "link": len(links)})
+        node["outputs"] = [{"name": str(made), "type": _kind(made), "links": []} for made in info["output"]]
+        nodes.append(node)
+    return {"version": 0.4, "nodes": nodes, "links": links}
+
+
+def _kind(declared: Any) -> str:
+    """Return a type as workflows have it: types that depend on other inputs become any."""
+    return "*" if not isinstance(declared, str) or declared.startswith("COMFY_") else declared
