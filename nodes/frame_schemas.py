@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from comfy_api.latest import io
 
 from ..node_names import FRAME, STREAM
-from ..streaming.settings import FOLLOW
+from ..streaming.frames import FOLLOW
 from .schemas import CATEGORY
 
 SAME_SEED, NEW_SEEDS = "the same", "a new one for each frame"

@@ -1,7 +1,7 @@
 """An engine-backed CONTROL_NET: ComfyUI's own ControlNet object with an engine where its network was.
 
 The object stays exactly ``comfy.controlnet.ControlNet``, so copying, chaining, strengths, ranges, masks and other packs
-that convert ControlNets treat it as any other.
+that convert ControlNets treat it as any other. Kinds that no engine serves run unchanged, and their calls are counted.
 """
 
 from __future__ import annotations
@@ -12,11 +12,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from comfy import model_management
-from comfy.controlnet import ControlNet
+from comfy.controlnet import ControlLora, ControlNet
 
+from ..architectures import Role
 from ..architectures.calls import Control
 from ..comfy_model.network import NativeNetwork
 from ..comfy_model.weight_patches import last_loaded, lies_on_its_model
+from .call_stats import open_stats, timed
 from .engine_handle import EngineHandle
 from .engine_patcher import ControlPatcher
 from .hint_cache import KeptHints
@@ -25,6 +27,7 @@ from .native_network import arguments_of, by_name, run_native
 from .run_context import in_run
 
 if TYPE_CHECKING:
+    from comfy.controlnet import ControlBase
     from comfy.model_patcher import ModelPatcher
 
     from ..engine_library import Fallback
@@ -126,3 +129,41 @@ class EngineControlModel:
             return copied
         # ComfyUI copies a network by itself to run it on a second GPU; an engine is on one device, so native goes there
         return copy.deepcopy(self.native)
+
+
+def count_control_as_native(control: ControlBase, label: str, node_id: str, fallback: Fallback) -> ControlBase:
+    """Return a copy of a CONTROL_NET whose calls are counted as native for a reason.
+
+    Controls of other packs are returned as given, since their networks may be of any kind. So are T2I-adapters, which
+    compute once per picture, and Control-LoRAs, which have no network yet.
+    """
+    ours = type(control).__module__ == ControlNet.__module__
+    if not ours or not isinstance(control, ControlNet) or isinstance(control, ControlLora):
+        return control
+    counted = control.copy()
+    counted.control_model = CountedNetwork(control.control_model, label, node_id, fallback)
+    return counted
+
+
+class CountedNetwork:
+    """Takes the place of ``ControlNet.control_model``: native's network, whose calls are counted."""
+
+    def __init__(self, native: Any, *counted_as: Any):
+        self.native: torch.nn.Module = native.native if isinstance(native, CountedNetwork) else native
+        self._counted_as = counted_as
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        label, node_id, fallback = self._counted_as
+        stats = open_stats(Role.CONTROLNET.value, label, node_id, device=kwargs["x"].device)
+        stats.count_native(fallback)
+        with timed(stats.times):
+            return self.native(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        """Return other attributes of the native module."""
+        if name == "native":  # while a copy is being made
+            raise AttributeError(name)
+        return getattr(self.native, name)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.nn.Module:
+        return copy.deepcopy(self.native, memo)  # on another GPU

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Iterator
+from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ..architectures import Role
@@ -14,15 +17,14 @@ from ..comfy_model.attention import remark
 from ..comfy_model.network import NativeNetwork, replaced_part
 from ..comfy_model.weight_formats import remark_on_rounding
 from ..comfy_model.weight_patches import WeightPatches, why_reshaped
-from ..engine_library import Fallback, Library, Reason, Unavailable
-from ..sessions.session import Session
+from ..engine_library import Fallback, Library, Reason, Unavailable, inventory, trust
+from ..sessions.session import Active, Session
 from . import NotCopied
 from .call_stats import CallStats, open_stats, range_of, timed
 from .engine_patcher import ControlEnginePatcher, EnginePatcher, keep, keep_with_module
 from .nan_guard import why_again
 from .native_network import NetworkWatch
 from .run_context import executing
-from .served_calls import ServedCall, served_by_engine, served_by_native
 
 if TYPE_CHECKING:
     from comfy.model_patcher import ModelPatcher
@@ -254,6 +256,82 @@ class EngineHandle(NotCopied):
         served_by_native()
         stats.count_native(fallback, self.choice.asked_for(fallback.uncovered, self.network))
         return False, None
+
+
+@dataclass(frozen=True)
+class ServedCall:
+    """A call that an engine served.
+
+    Attributes:
+        session: the handle's session; ``served`` is the part of it that served.
+        patcher: the patcher that ComfyUI sampled with, or None for the network's own.
+        beside: whether it started beside ControlNets and waited for them on the way.
+    """
+
+    handle: EngineHandle
+    stats: CallStats
+    session: Session
+    served: Active
+    patcher: ModelPatcher | None
+    beside: bool
+
+    def count(self) -> None:
+        """Count the call; also each time that a larger graph repeats it."""
+        stats, served = self.stats, self.served
+        uncovered = None if self.handle.network.keeps_tokens else served.uncovered  # nothing is compiled for such calls
+        stats.count_engine(served.backend_name, uncovered, self.beside)
+        if (why := served.plain) is not None:
+            stats.count_plain(why)
+        if stats.engine_name != served.name:  # the first call of a run
+            inventory.mark_used(served.serving)
+            stats.proof = trust.call_times(served.serving)
+        stats.engine_name = served.name
+
+    def state(self) -> Hashable | None:
+        """Return a key of the engine's state; None if it would not serve the call again, or if calls are timed."""
+        handle = self.handle
+        stats = handle.begin_run(self.patcher)
+        if stats is not self.stats or stats.times is not None or handle.session is not self.session:
+            return None
+        if handle.why_native_now() is not None:
+            return None
+        try:
+            self.session.sync_from(handle.network, self.patcher or handle.network.patcher)
+            return self.served.state()
+        except Unavailable:
+            return None
+
+
+Calls = list[ServedCall | None]
+
+_listed: ContextVar[Calls | None] = ContextVar("hybrid_trt_listed_calls", default=None)
+
+
+@contextlib.contextmanager
+def calls_listed() -> Iterator[Calls]:
+    """List the calls inside in order, None for native calls; the caller has to count the engines' calls."""
+    calls: Calls = []
+    token = _listed.set(calls)
+    try:
+        yield calls
+    finally:
+        _listed.reset(token)
+
+
+def served_by_engine(call: ServedCall) -> None:
+    """Count a call, or list it."""
+    listed = _listed.get()
+    if listed is None:
+        call.count()
+    else:
+        listed.append(call)
+
+
+def served_by_native() -> None:
+    """List a native call."""
+    listed = _listed.get()
+    if listed is not None:
+        listed.append(None)
 
 
 def _why_none(error: Exception, label: str) -> Fallback:

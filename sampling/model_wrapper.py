@@ -25,14 +25,13 @@ from ..engine_library import Fallback, Reason
 from . import NotCopied
 from .call_stats import open_stats, timed
 from .control_stack import LateControl, bound_unread, run_stacks_at_once
-from .device_inputs import call_on_device, sample_on_device
 from .engine_handle import EngineHandle
 from .nan_guard import redo_unless_finite, watch
 from .native_network import arguments_of, by_name, forward_arguments, run_native, with_residuals_copied
 from .native_weights import NativeWeights
 from .run_context import as_run, tensors_of_run
+from .run_inputs import SteadyPrompts, call_on_device, sample_on_device
 from .several_gpus import COPIES, SEVERAL_GPUS, SharedRun, forget_dead_models, on_its_gpu, on_several_gpus
-from .steady_prompts import SteadyPrompts
 
 if TYPE_CHECKING:
     from comfy.model_base import BaseModel

@@ -20,7 +20,6 @@ from PIL import Image, ImageDraw, ImageFont
 
 from ..engine_library import Reason
 from .call_stats import ON_ENGINE, CallStats, CallTimes, slow_sentences
-from .frame_times import FrameTimes
 
 NOTHING = (
     "No engine was asked for in this prompt: no TRT node lies before this one, or the sampler's result came from "
@@ -30,8 +29,6 @@ SLOW_START = 3
 """A first call slower than this many usual calls is shown apart: it loaded the engine or the model."""
 MAX_DETAIL = 90
 _PATH = re.compile(r"(?:[A-Za-z]:[\\/]|\\\\|(?<![\w./])/)[^\s;,:()\"']*[\\/]([^\s;,:()\"'\\/]+)")
-
-
 WIDTH, MARGIN = 900, 28
 BACK, TEXT, QUIET, LINES = "#1e1f22", "#f2f2f2", "#bdbdbd", "#3a2600"
 ENGINE_COLOUR, NATIVE_COLOUR = "#4caf6a", "#f0b13c"
@@ -153,9 +150,8 @@ def _faster(rows: Sequence[CallStats]) -> float:
     return sum(row.engine * row.proof[1] for row in rows) / max(1e-9, sum(row.engine * row.proof[0] for row in rows))
 
 
-def report_text(rows: Sequence[CallStats], streams: Sequence[FrameTimes] = ()) -> str:
-    """Return the stats as a short text, the verdict first and the frame times of streams last."""
-    frames = [times.sentence() for times in streams]
+def report_text(rows: Sequence[CallStats], frames: Sequence[str] = ()) -> str:
+    """Return the stats as a short text, the verdict first and the sentences on streams' frame times last."""
     if not rows:
         return "\n".join([NOTHING, *frames])
     remarks = dict.fromkeys(f"{row.remark}." for row in rows if row.remark and row.engine)

@@ -18,7 +18,7 @@ from comfy_execution.utils import ExecutionContext, get_executing_context
 
 from ..comfy_model.comfyui_internals import Feature, works
 from ..comfy_model.whose_code import is_known
-from .steady_prompts import SteadyTensors
+from .run_inputs import SteadyTensors
 
 if TYPE_CHECKING:
     from comfy.patcher_extension import WrapperExecutor

@@ -12,8 +12,7 @@ from comfy.controlnet import ControlBase, ControlNet
 
 from ..comfy_model.comfyui_shims import give_hint
 from ..comfy_model.whose_code import makes_hints_as_comfyui
-from .settings import AS_CONNECTED, EDGES, THE_FRAME
-from .transfers import upload
+from .frames import AS_CONNECTED, EDGES, THE_FRAME, upload
 
 Conditioning = list[list[Any]]
 

@@ -18,8 +18,8 @@ from typing import Any
 import torch
 
 from ..architectures import Role
+from ..sampling.engine_handle import Calls, calls_listed
 from ..sampling.nan_guard import Watch, watched_apart
-from ..sampling.served_calls import Calls, calls_listed
 from ..sessions.cuda_capture import Capture, LargerGraph, part_of
 from ..sessions.cuda_graphs import GraphCache
 from .open_sampling import Noise

@@ -15,7 +15,7 @@ from comfy import model_management
 
 from ..comfy_model.comfyui_internals import Feature, works
 from ..comfy_model.whose_code import is_known
-from .transfers import upload
+from .frames import upload
 
 if TYPE_CHECKING:
     from comfy.sd import VAE

@@ -16,17 +16,17 @@ from comfy import model_management, sampler_helpers
 from comfy.patcher_extension import CallbacksMP, WrappersMP
 
 from ..comfy_model.comfyui_internals import Feature, works
-from ..sampling.device_inputs import sigmas_on_device
 from ..sampling.model_wrapper import KEY
 from ..sampling.run_context import others_take_part
+from ..sampling.run_inputs import sigmas_on_device
+from .frames import upload
 from .prompt_inputs import Prompts, prompts_of, with_tensors
-from .transfers import upload
 
 if TYPE_CHECKING:
     from comfy.model_patcher import ModelPatcher
 
     from .control_images import Conditioning
-    from .settings import Settings
+    from .frames import Settings
 
 PER_RUN = ("OUTER_SAMPLE", "PREPARE_SAMPLING", "SAMPLER_SAMPLE"), ("ON_PRE_RUN", "ON_CLEANUP")
 """Kinds of wrappers and of callbacks that ComfyUI calls once in each sampling."""

@@ -16,8 +16,8 @@ import torch
 from ..architectures import timestep_per_image
 from ..sampling.model_wrapper import KEY
 from .frame_graph import FrameInputs
+from .frames import STEPS_AS_BATCH
 from .open_sampling import Noise
-from .settings import STEPS_AS_BATCH
 
 if TYPE_CHECKING:
     from comfy.model_patcher import ModelPatcher

@@ -19,23 +19,22 @@ import comfy.sample
 import comfy.samplers
 import torch
 from comfy import model_management
+from comfy.ldm.modules.attention import BasicTransformerBlock
 
 from ..architectures import Role
+from ..architectures.kept_tokens import KeptTokens
 from ..sampling.control_stack import has_engine
-from ..sampling.model_wrapper import encodes_prompts
+from ..sampling.model_wrapper import encodes_prompts, with_tokens_kept
 from ..sampling.nan_guard import watched_apart
 from ..sampling.several_gpus import COPIES
 from ..sessions.cuda_capture import LargerGraph, part_of
 from .control_images import Conditioning, ControlImages
 from .frame_graph import FrameGraph, FrameInputs, Made, Picture, with_sums
 from .frame_vae import FrameVAE
-from .frames import Changes
-from .kept_tokens import with_kept
+from .frames import LEAST_DENOISE, Changes, Settings, upload
 from .open_sampling import Noise, OpenSampling, why_one_by_one
 from .prompt_inputs import Prompts
-from .settings import LEAST_DENOISE, Settings
 from .step_batch import InWork, StepBatch, why_apart
-from .transfers import upload
 
 if TYPE_CHECKING:
     from comfy.model_patcher import ModelPatcher
@@ -334,3 +333,24 @@ class Stream:
         """Load the models of the open sampling again if others replaced them."""
         if self._open:
             self._open.reload()
+
+
+def with_kept(model: ModelPatcher, frames: int) -> tuple[ModelPatcher, KeptTokens | None]:
+    """Return a clone whose self-attention sees so many earlier frames, and their memory; None for no frames.
+
+    Live weights may compute it too. File engines cannot.
+
+    Raises:
+        ValueError: this kind of model has no such place; the text is for the user.
+    """
+    if not frames:
+        return model.clone(), None
+    layers = model.get_model_object("diffusion_model").modules()
+    if not any(isinstance(layer, BasicTransformerBlock) for layer in layers):
+        raise ValueError(
+            "This kind of model cannot attend to earlier frames, only UNets can, so there are no pictures. "
+            "Set 'attend to earlier frames' of TRT Stream to 0."
+        )
+    kept, patched = KeptTokens(frames), with_tokens_kept(model.clone())
+    patched.set_model_attn1_patch(kept)
+    return patched, kept
