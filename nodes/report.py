@@ -81,7 +81,7 @@ def _rows_before(prompt: DynamicPrompt, node_id: str) -> tuple[list[CallStats], 
 
 
 def report_json(rows: list[CallStats], streams: Sequence[FrameTimes] = ()) -> dict:
-    """Return the counts as data: the verdict, totals over the UNet's rows, a list of ControlNets and a list of streams."""
+    """Return the counts as data: the verdict, totals over the UNet's rows, all ControlNets and all streams."""
     unets = [row.to_json() for row in rows if row.kind == "unet"]
     summary = verdict(rows)
     return {
