@@ -80,7 +80,7 @@ def _orders(handle: EngineHandle, again: bool = True) -> list[tuple[BuildOrder, 
     Engines that could not be opened are built again; all of them are where the node lacks nothing, and ``again``.
     """
     found, lacks, refused = handle.found, lacks_engine(handle), refused_engines(handle)
-    if found is None or found.builder is None or not (again or lacks or refused):
+    if found.builder is None or not (again or lacks or refused):
         return []
     builder, rebuild = found.builder, refused or (() if lacks else found.engines)
     own = [engine for engine in rebuild if engine.manifest.identity.backend == builder.name]
@@ -140,7 +140,7 @@ def _build_now(order: BuildOrder, handle: EngineHandle) -> bool:
     finally:  # also when the user interrupts the prompt: other prompts may want the job
         builds.leave(job)
     if job.state is State.CANCELLED:
-        handle.lacks_engine(Fallback(Reason.BUILD_FAILED, "the build was cancelled"))
+        handle.leave_to_native(Fallback(Reason.BUILD_FAILED, "the build was cancelled"))
     elif job.state is State.FAILED:
         _tell_failure(job, handle)
     else:

@@ -61,16 +61,7 @@ def _for_model(model: ModelPatcher, engine: EngineHandle) -> tuple[EngineHandle,
     # an engine that follows patches has no weights of its own, so this model's weights will do
     if not same or not engine.follows_patches and network.weights_hash() != engine.network.weights_hash():
         return engine, Fallback(Reason.OTHER_MODEL, f"the engine is that of {engine.network.label}")
-    return _handle_of(network, engine), None  # other nodes may have changed only this model's layers
-
-
-def _handle_of(network: NativeNetwork, engine: EngineHandle) -> EngineHandle:
-    """The node's handle for another network of its kind; the result of its build stays known."""
-    found = engine.like(network)
-    known = engine.fallback is not None and engine.fallback.reason in (Reason.BUILD_FAILED, Reason.BUILT_ELSEWHERE)
-    if known and found.session is None and found.fallback.reason is Reason.NO_ENGINE:
-        found.lacks_engine(engine.fallback)
-    return found
+    return engine.like(network), None  # other nodes may have changed only this model's layers
 
 
 def _patch_between(model: ModelPatcher, engine: EngineHandle) -> Fallback | None:

@@ -45,7 +45,7 @@ class EngineHandle(NotCopied):
     Attributes:
         patcher: by which ComfyUI's memory management sees the engine.
         bind: turns arguments into an engine's call; set together with a session.
-        found: the last look-up's result; None where the network can have no engine.
+        found: the last look-up's result; without a backend and a builder where the network can have no engine.
         fallback: why native serves, or None.
         note: another sentence for the node, for example that a build is under way.
         encodes_prompts: whether a part of the network runs once per prompt; for backbones.
@@ -63,30 +63,36 @@ class EngineHandle(NotCopied):
         self.patcher = kind.on(network.device, self)
         self.bind: Binding | None = None
         self.encodes_prompts = False
-        self.found: Found | None = None
+        self.found = Found(None)
         self.fallback: Fallback | None = None
         self.note = ""
         self.stats: CallStats | None = None
         self._served: CallStats | None = None  # stats of the last run that its engine served
         self._context = self._looked_up_in = self  # no execution context: the first call begins a run
         self._beginning = threading.Lock()
-        self._watch = NetworkWatch(network)
         self._range = range_of(network)
+        self._watch = NetworkWatch(network)
         self._weight_patches = WeightPatches(network.patcher)
 
     @staticmethod
     def look_up(
-        network: NativeNetwork, choice: EngineChoice, library: Library, node_id: str, node_key: str = ""
-    ) -> EngineHandle:
-        """Return a handle whose engine has been looked up."""
+        network: NativeNetwork, choice: EngineChoice, library: Library, node_id: str, node_key: str = "",
+        known: Fallback | None = None,
+    ) -> EngineHandle:  # fmt: skip
+        """Return a handle whose engine has been looked up.
+
+        Args:
+            known: why the node had no engine before; see ``leave_to_native``.
+        """
         handle = EngineHandle(network, choice, library, node_id, node_key)
+        handle.fallback = known
         network.undo_foreign_patches()
         handle.refresh()
         return handle
 
     def like(self, network: NativeNetwork) -> EngineHandle:
-        """Return a handle of the same node for another network of this kind."""
-        return EngineHandle.look_up(network, self.choice, self.library, self.node_id, self.node_key)
+        """Return a handle of the same node for another network of this kind; the result of its build stays known."""
+        return EngineHandle.look_up(network, self.choice, self.library, self.node_id, self.node_key, self.fallback)
 
     @property
     def session(self) -> Session | None:
@@ -103,9 +109,9 @@ class EngineHandle(NotCopied):
         try:
             self.patcher.model.session, self.fallback = self._look_up(), None
         except Exception as error:  # an unknown model may raise anything; native can sample it
-            self.lacks_engine(_why_none(error, self.network.label))
+            self.leave_to_native(_why_none(error, self.network.label))
 
-    def lacks_engine(self, fallback: Fallback) -> None:
+    def leave_to_native(self, fallback: Fallback) -> None:
         """Leave all calls to native. The result of its build is a better reason than a missing engine."""
         known = self.fallback is not None and self.fallback.reason in (Reason.BUILD_FAILED, Reason.BUILT_ELSEWHERE)
         if not known or fallback.reason is not Reason.NO_ENGINE:
@@ -113,7 +119,7 @@ class EngineHandle(NotCopied):
         self.patcher.model.session = None
 
     def _look_up(self) -> Session:
-        network, self.found = self.network, None
+        network, self.found = self.network, Found(None)
         if network.role is Role.BACKBONE:  # a VAE's clone may be loaded just to be called now
             network.undo_foreign_patches()
         try:
