@@ -25,8 +25,8 @@ from ..architectures.calls import AsyncInputs, Binding, Control, EngineCall
 from ..comfy_model.whose_code import computes_as_comfyui, has_foreign_methods, is_foreign, is_stock
 from ..sessions.cuda_capture import wait_for
 from ..sessions.session import Session
-from .controlnet import EngineControlModel
-from .hint_cache import has_hint, hint_for, keep_hints, lacks_hint, make_hints
+from .controlnet import EngineControlModel, chain_of
+from .hint_cache import dtype_of, has_hint, hint_for, keep_hints, lacks_hint, make_hints
 from .run_context import lent_context
 
 if TYPE_CHECKING:
@@ -137,7 +137,7 @@ def _with_stacks(
 
     def replaced(cond: dict) -> dict:
         control = cond.get("control")
-        if not isinstance(control, ControlBase) or not any(map(has_engine, _chain(control))):
+        if not isinstance(control, ControlBase) or not any(map(has_engine, chain_of(control))):
             return cond
         # one object per control: ComfyUI batches conditionings only when their controls are the same
         return {**cond, "control": stacks.setdefault(id(control), ControlStack(control, late))}
@@ -168,7 +168,7 @@ class ControlStack:
         self, x_noisy: torch.Tensor, t: torch.Tensor, cond: Mapping, batched_number: int, transformer_options: dict
     ) -> Control | None:
         """Return the chain's residuals, as ComfyUI's ``get_control`` of its last ControlNet does."""
-        chain = list(_chain(self._control))
+        chain = chain_of(self._control)
         lacking = [control for control in chain if lacks_hint(control, x_noisy)]
         if lacking and any(map(has_foreign_methods, chain)):  # that code may want another hint
             lacking = []
@@ -180,13 +180,6 @@ class ControlStack:
             return result
         active = _active(chain, t)
         return _run(active, x_noisy, t, cond, self._late, batched_number) if active else None
-
-
-def _chain(control: ControlBase | None) -> Iterator[ControlBase]:
-    """Iterate over the ControlNets of a chain, the first to act first."""
-    if control is not None:
-        yield from _chain(control.previous_controlnet)
-        yield control
 
 
 def has_engine(control: ControlBase) -> bool:
@@ -242,7 +235,7 @@ def _run(
     shared: dict[tuple, tuple[torch.Tensor, ...]] = {}
     calls = []
     for control in chain:
-        dtype = control.manual_cast_dtype or control.control_model.dtype
+        dtype = dtype_of(control)
         sampling = control.model_sampling_current
         key = (id(sampling), dtype)
         if key not in shared:

@@ -18,6 +18,7 @@ from ..architectures import Role
 from ..architectures.calls import Control
 from ..comfy_model.network import NativeNetwork
 from ..comfy_model.weight_patches import last_loaded, lies_on_its_model
+from . import InPlaceOfNative
 from .call_stats import open_stats, timed
 from .engine_handle import EngineHandle
 from .engine_patcher import ControlPatcher
@@ -53,7 +54,16 @@ def back_with_engine(controlnet: ControlNet, handle: EngineHandle) -> ControlNet
     return backed
 
 
-class EngineControlModel:
+def chain_of(control: ControlBase | None) -> list[ControlBase]:
+    """Return a CONTROL_NET and all that act before it, the first to act first."""
+    chain = []
+    while control is not None:
+        chain.append(control)
+        control = control.previous_controlnet
+    return chain[::-1]
+
+
+class EngineControlModel(InPlaceOfNative):
     """Takes the place of ``ControlNet.control_model``: same call, same result, computed by an engine or by native.
 
     Attributes:
@@ -63,7 +73,7 @@ class EngineControlModel:
     """
 
     def __init__(self, handle: EngineHandle, controlnet: ControlNet):
-        self.native: torch.nn.Module = controlnet.control_model
+        self.native = controlnet.control_model
         self.native_patcher: ModelPatcher = controlnet.control_model_wrapped
         self.handle = handle
         self.patcher = ControlPatcher(handle.patcher, self.native_patcher)
@@ -116,12 +126,6 @@ class EngineControlModel:
             others = [model for model in in_use if not patcher.is_clone(model)]
             model_management.load_models_gpu([*others, patcher])
 
-    def __getattr__(self, name: str) -> Any:
-        """Return other attributes of the native module."""
-        if name == "native":  # while a copy is being made
-            raise AttributeError(name)
-        return getattr(self.native, name)
-
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.nn.Module | EngineControlModel:
         if memo:  # part of a larger copy: other packs copy whole conditionings, whose ControlNets share the engine
             copied = copy.copy(self)
@@ -145,11 +149,11 @@ def count_control_as_native(control: ControlBase, label: str, node_id: str, fall
     return counted
 
 
-class CountedNetwork:
+class CountedNetwork(InPlaceOfNative):
     """Takes the place of ``ControlNet.control_model``: native's network, whose calls are counted."""
 
     def __init__(self, native: Any, *counted_as: Any):
-        self.native: torch.nn.Module = native.native if isinstance(native, CountedNetwork) else native
+        self.native = native.native if isinstance(native, CountedNetwork) else native
         self._counted_as = counted_as
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -158,12 +162,3 @@ class CountedNetwork:
         stats.count_native(fallback)
         with timed(stats.times):
             return self.native(*args, **kwargs)
-
-    def __getattr__(self, name: str) -> Any:
-        """Return other attributes of the native module."""
-        if name == "native":  # while a copy is being made
-            raise AttributeError(name)
-        return getattr(self.native, name)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> torch.nn.Module:
-        return copy.deepcopy(self.native, memo)  # on another GPU

@@ -99,8 +99,8 @@ def patch_model(model: ModelPatcher, handle: EngineHandle, refusal: Fallback | N
 
 def with_tokens_kept(model: ModelPatcher) -> ModelPatcher:
     """Return a clone of a routed model whose engine takes the patch ``KeptTokens`` too; ``model`` where none can."""
-    router = next(iter(model.get_wrappers(WrappersMP.DIFFUSION_MODEL, KEY)), None)
-    if not isinstance(router, BackboneRouter) or router._refusal is not None:
+    router = next(iter(_routers(model)), None)
+    if router is None or router._refusal is not None:
         return model
     handle = router._handle.like(replace(router._handle.network, keeps_tokens=True))
     return model if handle.fallback is not None else patch_model(model, handle)
@@ -122,13 +122,17 @@ def count_as_native(model: ModelPatcher, label: str, node_id: str, fallback: Fal
 
 def has_engine(model: ModelPatcher) -> bool:
     """Tell whether a sampler patch already routes a model's UNet."""
-    return any(isinstance(wrapper, BackboneRouter) for wrapper in model.get_wrappers(WrappersMP.DIFFUSION_MODEL, KEY))
+    return bool(_routers(model))
 
 
 def encodes_prompts(model: ModelPatcher) -> bool:
     """Tell whether a part of the model's engine runs once per prompt, and not in each step."""
-    routers = model.get_wrappers(WrappersMP.DIFFUSION_MODEL, KEY)
-    return any(isinstance(router, BackboneRouter) and router._handle.encodes_prompts for router in routers)
+    return any(router._handle.encodes_prompts for router in _routers(model))
+
+
+def _routers(model: ModelPatcher) -> list[BackboneRouter]:
+    wrappers = model.get_wrappers(WrappersMP.DIFFUSION_MODEL, KEY)
+    return [wrapper for wrapper in wrappers if isinstance(wrapper, BackboneRouter)]
 
 
 class BackboneRouter(NotCopied):
@@ -332,8 +336,8 @@ def _router_of(unet: object) -> BackboneRouter | None:
     known = _bases.get(unet) if isinstance(unet, torch.nn.Module) else None
     base = known() if known is not None else None
     patcher = getattr(base, "current_patcher", None)
-    found = patcher.get_wrappers(WrappersMP.DIFFUSION_MODEL, KEY) if patcher is not None else []
-    return next((router for router in found if isinstance(router, BackboneRouter) and router._base is base), None)
+    found = _routers(patcher) if patcher is not None else []
+    return next((router for router in found if router._base is base), None)
 
 
 def _plan(

@@ -10,7 +10,6 @@ import contextlib
 import types
 from collections.abc import Iterable, Iterator, Mapping
 from contextvars import Context, ContextVar
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -72,20 +71,17 @@ def _running_node(known: ExecutionContext | None) -> ExecutionContext | None:
     return ExecutionContext(registry.prompt_id, running[-1], None) if running else None
 
 
-@dataclass(frozen=True, eq=False)
 class SamplingRun:
-    """One run of a sampler, compared by identity.
+    """One run of a sampler.
 
     Attributes:
         comfyuis_alone: True if no other pack's code was found to take part.
         tensors: cached results from its prompts.
     """
 
-    comfyuis_alone: bool
-    tensors: SteadyTensors = field(init=False)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "tensors", SteadyTensors(self.comfyuis_alone))
+    def __init__(self, comfyuis_alone: bool):
+        self.comfyuis_alone = comfyuis_alone
+        self.tensors = SteadyTensors(comfyuis_alone)
 
 
 _current: ContextVar[SamplingRun | None] = ContextVar("sampling run", default=None)
@@ -98,8 +94,7 @@ def current_run() -> SamplingRun | None:
 
 def as_run(executor: WrapperExecutor, *args: Any, **kwargs: Any) -> Any:
     """Make all calls of a sampling belong to one run; an OUTER_SAMPLE wrapper."""
-    others = others_take_part(executor.class_obj, (*args, *kwargs.values()))
-    run = SamplingRun(comfyuis_alone=not others)
+    run = SamplingRun(comfyuis_alone=not others_take_part(executor.class_obj, (*args, *kwargs.values())))
     try:
         with inside(run):
             return executor(*args, **kwargs)

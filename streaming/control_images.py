@@ -11,7 +11,7 @@ import torch
 from comfy.controlnet import ControlBase, ControlNet
 
 from ..comfy_model.comfyui_shims import give_hint
-from ..comfy_model.whose_code import makes_hints_as_comfyui
+from ..sampling.hint_cache import dtype_of, hint_size, takes_plain_hint
 from .frames import AS_CONNECTED, EDGES, THE_FRAME, upload
 
 Conditioning = list[list[Any]]
@@ -75,7 +75,7 @@ class ControlImages:
         """Return why one call cannot have the hints of several frames at several steps; empty if it can."""
         if any(tuple(control.timestep_percent_range) != (0.0, 1.0) for control in self.controls):
             return "a ControlNet acts on a part of the steps"
-        return "" if all(map(_makes_hint_here, self.controls)) else "a ControlNet is of a kind with hints of its own"
+        return "" if all(map(takes_plain_hint, self.controls)) else "a ControlNet is of a kind with hints of its own"
 
     def alike(self, number: int, other: int) -> bool:
         """Tell whether two frames have the same control images, if these are not made from the frames."""
@@ -142,7 +142,7 @@ class ControlImages:
             control.cond_hint_original = image
             control.cond_hint = control.extra_concat = None
             self.hints.pop(place, None)
-            if latent is not None and _makes_hint_here(control):
+            if latent is not None and takes_plain_hint(control):
                 follows = self._follow == THE_FRAME and place not in made
                 known = _as_hint(there) if follows and there is not None else None
                 self.hints[place] = self._hint(control, image, latent, known)
@@ -156,15 +156,14 @@ class ControlImages:
         Args:
             there: the image on the device, if it is there already.
         """
-        ratio, dtype = control.compression_ratio, control.manual_cast_dtype or control.control_model.dtype
-        size = latent.shape[2] * ratio, latent.shape[3] * ratio
+        size = hint_size(control, latent)
         if tuple(image.shape[2:]) != size or control.upscale_algorithm != "nearest-exact":
             # in main memory, as ComfyUI does: a device may round positions in another way
             image = comfy.utils.common_upscale(image, size[1], size[0], control.upscale_algorithm, "center")
             there = None
         with torch.inference_mode(False), torch.no_grad():
             there = upload(image, self._device) if there is None else there
-            return control.preprocess_image(there).to(dtype, copy=True)
+            return control.preprocess_image(there).to(dtype_of(control), copy=True)
 
     def end(self) -> None:
         """Free what the ControlNets hold."""
@@ -181,12 +180,3 @@ def _edges(frame: torch.Tensor) -> torch.Tensor:
     from comfy_extras.nodes_canny import Canny
 
     return Canny.execute(frame[..., :3], LOW, HIGH).args[0]
-
-
-def _makes_hint_here(control: ControlBase) -> bool:
-    """Tell whether ``ControlImages`` can make a control's hint in ComfyUI's place."""
-    if type(control) is not ControlNet or control.vae is not None or control.latent_format is not None:
-        return False
-    if control.concat_mask or control.extra_concat_orig or control.multigpu_clones:
-        return False
-    return makes_hints_as_comfyui(control)
