@@ -63,16 +63,15 @@ class TRTAccelerate(_BuildingNode):
                 refusals.append(f"{label}: {refusal.sentence()}")
                 controls[name] = count_control_as_native(control, label, node_input.node_id, refusal)
                 continue
-            controls[name] = native_controlnet(control)
-            handles[name] = find(NativeNetwork.of_controlnet(controls[name], label), its_input, settings)
+            native = native_controlnet(control)
+            handles[name] = find(NativeNetwork.of_controlnet(native, label), its_input, settings)
+            controls[name] = back_with_engine(native, handles[name])
         vae = None if vae is None else native_vae(vae)
         vae_handles = {} if vae is None else find_vae(vae, replace(node_input, input_name="vae"), settings)
         handles |= {role.value: handle for role, handle in vae_handles.items()}
         lines = _lines(list(handles.values()), when_missing, node_input) + refusals
-        backed = [back_with_engine(control, handles[name]) if name in handles else control
-                  for name, control in controls.items()]  # fmt: skip
         model, vae = patch_model(model, handles["model"]), vae and vae_with_engines(vae, vae_handles)
-        return io.NodeOutput(model, vae, *backed, ui=ui.PreviewText("\n".join(lines)))
+        return io.NodeOutput(model, vae, *controls.values(), ui=ui.PreviewText("\n".join(lines)))
 
 
 class TRTUNetEngine(_BuildingNode):
@@ -109,8 +108,8 @@ class TRTControlNetEngine(_BuildingNode):
         network = NativeNetwork.of_controlnet(native, label)
         node_input, settings = for_its_pictures(network, node_input, when_missing, settings)
         handle = find(network, node_input, settings)
-        text = build([handle], when_missing, node_input.order)
-        return io.NodeOutput(back_with_engine(native, handle), ui=ui.PreviewText(*text))
+        backed = back_with_engine(native, handle)
+        return io.NodeOutput(backed, ui=ui.PreviewText(*build([handle], when_missing, node_input.order)))
 
 
 class TRTVAEEngine(_BuildingNode):

@@ -174,10 +174,11 @@ def build(handles: Sequence[EngineHandle], when_missing: str, order: Order | Non
         again = not any(map(lacks_engine, handles))
     texts = []
     for handle in handles:
-        if order is not None:
-            building.build(handle, None, again)
-        elif (meaning := building.meaning(when_missing, handle.network, handle.choice.backend)) != USE_NATIVE:
-            building.build(handle, meaning)
+        wanted = None
+        if order is None:
+            wanted = building.meaning(when_missing, handle.network, handle.choice.backend)
+        if wanted != USE_NATIVE:
+            building.build(handle, wanted, again)
         node_states.learn(handle.node_key, handle)
         _order_given(handle.node_key)
         building.remember(handle)

@@ -108,8 +108,14 @@ class EngineHandle(NotCopied):
         """Look the engine up in the library: afterwards either ``session`` or ``fallback`` is set."""
         try:
             self.patcher.model.session, self.fallback = self._look_up(), None
+        except Unavailable as unavailable:
+            self.leave_to_native(unavailable.fallback)
+        except OSError as error:
+            self.leave_to_native(Fallback(Reason.NO_ENGINE, f"the library cannot be read ({error})"))
         except Exception as error:  # an unknown model may raise anything; native can sample it
-            self.leave_to_native(_why_none(error, self.network.label))
+            log.exception("Hybrid TRT: no engine could be looked up for %s", self.network.label)
+            failure = f"looking the engine up failed ({type(error).__name__}: {error})"
+            self.leave_to_native(Fallback(Reason.ENGINE_FAILED, failure))
 
     def leave_to_native(self, fallback: Fallback) -> None:
         """Leave all calls to native. The result of its build is a better reason than a missing engine."""
@@ -338,16 +344,6 @@ def served_by_native() -> None:
     listed = _listed.get()
     if listed is not None:
         listed.append(None)
-
-
-def _why_none(error: Exception, label: str) -> Fallback:
-    """The reason why native serves, from the error of a look-up."""
-    if isinstance(error, Unavailable):
-        return error.fallback
-    if isinstance(error, OSError):
-        return Fallback(Reason.NO_ENGINE, f"the library cannot be read ({error})")
-    log.error("Hybrid TRT: no engine could be looked up for %s", label, exc_info=error)
-    return Fallback(Reason.ENGINE_FAILED, f"looking the engine up failed ({type(error).__name__}: {error})")
 
 
 def _as_fallback(error: Unavailable | Unsupported) -> Fallback:

@@ -33,7 +33,8 @@ def lacks_engine(handle: EngineHandle) -> bool:
 
 def to_build(handle: EngineHandle, rebuild: Sequence[Engine] = ()) -> list[BuildSizes]:
     """List the sizes to build for a node; engines of other backends keep the calls that they serve."""
-    return handle.found.to_build(handle.network, requested_calls(handle), rebuild)
+    calls = requested_calls(handle)
+    return handle.found.to_build(handle.network, calls, rebuild)
 
 
 def lacks_pictures(handle: EngineHandle) -> bool:
