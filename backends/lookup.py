@@ -72,6 +72,13 @@ class Found:
     passed_over: Fallback | None = None
     refits: bool = False
 
+    @property
+    def refused(self) -> list[Engine]:
+        """Return the engines in use that could not be opened."""
+        from ..sessions.session import refusal_of  # needs torch, which the command line may lack
+
+        return [engine for engine in self.engines if refusal_of(engine) is not None]
+
     def to_build(
         self, network: NativeNetwork, calls: RequestedCalls, rebuild: Sequence[Engine] = ()
     ) -> list[BuildSizes]:

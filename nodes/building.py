@@ -22,7 +22,7 @@ from ..page_api.build_orders import running_orders, running_pictures, warms
 from ..page_api.builds import builds, ended, node_states, to_do
 from ..sampling.call_stats import ever_uncovered
 from ..sampling.engine_handle import EngineHandle
-from ..sampling.engine_status import lacks_engine, refused_engines, to_build
+from ..sampling.engine_status import lacks_engine, to_build
 from ..sampling.run_context import executing
 
 NO_BUILDS = "This ComfyUI cannot build it, the command line can; the log says why."
@@ -75,7 +75,7 @@ def _orders(handle: EngineHandle, again: bool = True, pressed: bool = True) -> l
 
     Engines that could not be opened are built again; all of them are where the node lacks nothing, and ``again``.
     """
-    found, lacks, refused = handle.found, lacks_engine(handle), refused_engines(handle)
+    found, lacks, refused = handle.found, lacks_engine(handle), handle.found.refused
     if found.builder is None or not (lacks or pressed and (again or refused)):
         return []
     builder, rebuild = found.builder, refused or (() if lacks else found.engines)
@@ -135,12 +135,10 @@ def _build_now(order: BuildOrder, handle: EngineHandle) -> bool:
                     bar.update_absolute(percent)
     finally:  # also when the user interrupts the prompt: other prompts may want the job
         builds.leave(job)
-    if job.state is State.CANCELLED:
-        handle.leave_to_native(Fallback(Reason.BUILD_FAILED, "the build was cancelled"))
-    elif job.state is State.FAILED:
-        _note_failure(job, handle)
-    else:
+    if job.state is State.DONE:
         handle.refresh()
+    else:
+        _note_failure(job, handle)
     return job.state is State.DONE
 
 
@@ -162,11 +160,9 @@ def _submit(order: BuildOrder, handle: EngineHandle, again: bool = False, waits:
 
 
 def _note_failure(job: Job, handle: EngineHandle) -> None:
-    if handle.session is not None and job.elsewhere:
-        handle.note = job.message
-    elif handle.session is not None:
-        handle.note = f"A larger one was not built: {job.message}"
-    elif job.fallback is not None:
-        handle.fallback = job.fallback
+    """Say on the node why a build gave no engine; an engine that serves goes on serving."""
+    message = "the build was cancelled." if job.state is State.CANCELLED else job.message
+    if handle.session is None:
+        handle.fallback = job.fallback or Fallback(Reason.BUILD_FAILED, message.rstrip("."))
     else:
-        handle.fallback = Fallback(Reason.BUILD_FAILED, job.message.rstrip("."))
+        handle.note = message if job.elsewhere else f"A larger one was not built: {message}"

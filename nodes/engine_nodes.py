@@ -54,6 +54,7 @@ class TRTAccelerate(_BuildingNode):
         network = NativeNetwork.of_model(model, node_input.label("UNet"))
         node_input, settings = for_its_pictures(network, node_input, when_missing, settings)
         handles, refusals = {"model": find(network, node_input, settings)}, []
+        model = patch_model(model, handles["model"])
         for name, control in controls.items():
             if control is None:
                 continue
@@ -70,7 +71,7 @@ class TRTAccelerate(_BuildingNode):
         vae_handles = {} if vae is None else find_vae(vae, replace(node_input, input_name="vae"), settings)
         handles |= {role.value: handle for role, handle in vae_handles.items()}
         lines = _lines(list(handles.values()), when_missing, node_input) + refusals
-        model, vae = patch_model(model, handles["model"]), vae and vae_with_engines(vae, vae_handles)
+        vae = vae and vae_with_engines(vae, vae_handles)
         return io.NodeOutput(model, vae, *controls.values(), ui=ui.PreviewText("\n".join(lines)))
 
 

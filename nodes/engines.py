@@ -226,4 +226,4 @@ def _order_given(key: str) -> None:
     """Note that the running prompt has ordered a network's build, or that there is nothing to build."""
     if (context := executing()) is not None:
         for one in node_states.keys_like(key):
-            pending_orders.given(context.prompt_id, one)
+            pending_orders.forget(context.prompt_id, one)

@@ -82,7 +82,7 @@ class EngineHandle(NotCopied):
         """Return a handle whose engine has been looked up.
 
         Args:
-            known: why the node had no engine before; see ``leave_to_native``.
+            known: why the node had no engine before; see ``refresh``.
         """
         handle = EngineHandle(network, choice, library, node_id, node_key)
         handle.fallback = known
@@ -105,24 +105,25 @@ class EngineHandle(NotCopied):
         return self.session is not None and self.session.follows_patches
 
     def refresh(self) -> None:
-        """Look the engine up in the library: afterwards either ``session`` or ``fallback`` is set."""
+        """Look the engine up in the library: afterwards either ``session`` or ``fallback`` is set.
+
+        The result of the node's build is a better reason than a missing engine.
+        """
+        session = None
         try:
-            self.patcher.model.session, self.fallback = self._look_up(), None
+            session, fallback = self._look_up(), None
         except Unavailable as unavailable:
-            self.leave_to_native(unavailable.fallback)
+            fallback = unavailable.fallback
         except OSError as error:
-            self.leave_to_native(Fallback(Reason.NO_ENGINE, f"the library cannot be read ({error})"))
+            fallback = Fallback(Reason.NO_ENGINE, f"the library cannot be read ({error})")
         except Exception as error:  # an unknown model may raise anything; native can sample it
             log.exception("Hybrid TRT: no engine could be looked up for %s", self.network.label)
             failure = f"looking the engine up failed ({type(error).__name__}: {error})"
-            self.leave_to_native(Fallback(Reason.ENGINE_FAILED, failure))
-
-    def leave_to_native(self, fallback: Fallback) -> None:
-        """Leave all calls to native. The result of its build is a better reason than a missing engine."""
-        known = self.fallback is not None and self.fallback.reason in (Reason.BUILD_FAILED, Reason.BUILT_ELSEWHERE)
-        if not known or fallback.reason is not Reason.NO_ENGINE:
+            fallback = Fallback(Reason.ENGINE_FAILED, failure)
+        self.patcher.model.session = session
+        built = self.fallback is not None and self.fallback.reason in (Reason.BUILD_FAILED, Reason.BUILT_ELSEWHERE)
+        if not built or fallback is None or fallback.reason is not Reason.NO_ENGINE:
             self.fallback = fallback
-        self.patcher.model.session = None
 
     def _look_up(self) -> Session:
         network, self.found = self.network, Found(None)

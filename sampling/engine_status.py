@@ -9,7 +9,6 @@ from ..architectures.calls import EVERY_SIZE, RequestedCalls, UncoveredCall, fil
 from ..backends import BuildSizes, backends
 from ..comfy_model.attention import remark
 from ..engine_library import Engine
-from ..sessions.session import refusal_of
 from .call_stats import last_run
 from .engine_handle import EngineHandle
 
@@ -72,8 +71,3 @@ def _not_compiled(handle: EngineHandle) -> str:
     if EVERY_SIZE in words:
         return f". Not compiled yet: runs {how}; build to have it compiled for {EVERY_SIZE}"
     return f". Not compiled for {'; '.join(words)}: runs {how}; build to add that" if words else ""
-
-
-def refused_engines(handle: EngineHandle) -> list[Engine]:
-    """Return the engines of a node that could not be opened."""
-    return [engine for engine in handle.found.engines if refusal_of(engine) is not None]
