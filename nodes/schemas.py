@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from comfy_api.latest import io
 
 from ..architectures.shapes import MOST, PRECISIONS, TOKEN_STEP, VAE_SETTINGS
@@ -25,7 +27,6 @@ from ..node_names import (
 MAX_ROWS = 16
 UNetEngine = io.Custom("TRT_UNET_ENGINE")
 
-CATEGORY = "Hybrid TRT"
 SEARCHED_FOR = ["tensorrt", "speed", "speed up", "fast", "faster", "accelerate", "optimize", "compile", "engine"]
 """Search words of users who want a faster workflow: they find TRT Accelerate."""
 
@@ -33,13 +34,18 @@ BUILT_IN, REPLACEABLE = "built in", "replaceable"
 """Weights of an engine: a model's with its LoRAs, or the sampled model's."""
 
 
+def node_schema(**given: Any) -> io.Schema:
+    """Return a node's schema with our category; unless given, its hidden inputs are its id and the prompt."""
+    hidden = [io.Hidden.unique_id, io.Hidden.dynprompt]
+    return io.Schema(**{"category": "Hybrid TRT", "hidden": hidden, **given})
+
+
 def accelerate() -> io.Schema:
     """TRT Accelerate."""
     control = "Runs on an engine of its own and comes out of the output of the same name."
-    return io.Schema(
+    return node_schema(
         node_id=ACCELERATE,
         display_name="TRT Accelerate",
-        category=CATEGORY,
         description="Makes a workflow faster: the model and its ControlNets run on compiled engines, with the same "
         "picture. Wire it behind the model loader and its LoRAs, then press Build engines.",
         search_aliases=SEARCHED_FOR,
@@ -54,61 +60,53 @@ def accelerate() -> io.Schema:
             io.Vae.Output("vae_out", display_name="vae"),
             *(io.ControlNet.Output(f"{name}_out", display_name=name) for name in CONTROL_INPUTS),
         ],
-        hidden=[io.Hidden.unique_id, io.Hidden.dynprompt],
     )
 
 
 def unet_engine() -> io.Schema:
     """TRT UNet Engine."""
-    return io.Schema(
+    return node_schema(
         node_id=UNET_ENGINE,
         display_name="TRT UNet Engine",
-        category=CATEGORY,
         description="Finds the compiled engine for this model's UNet in models/trt_engines, or builds it. LoRAs "
         "before this node are built into the engine. Wire the engine into TRT Sampler Patch.",
         search_aliases=["tensorrt unet", "compile unet", "trt model"],
         inputs=[io.Model.Input("model"), *_settings()],
         outputs=[UNetEngine.Output("engine", display_name="engine")],
-        hidden=[io.Hidden.unique_id, io.Hidden.dynprompt],
     )
 
 
 def controlnet_engine() -> io.Schema:
     """TRT ControlNet Engine."""
-    return io.Schema(
+    return node_schema(
         node_id=CONTROLNET_ENGINE,
         display_name="TRT ControlNet Engine",
-        category=CATEGORY,
         description="Finds the compiled engine for this ControlNet in models/trt_engines, or builds it. The output "
         "works in TRT Apply ControlNet and in ComfyUI's own Apply ControlNet nodes.",
         search_aliases=["tensorrt controlnet", "compile controlnet", "trt control"],
         inputs=[io.ControlNet.Input("control_net"), *_settings()],
         outputs=[io.ControlNet.Output("control_net_out", display_name="control_net")],
-        hidden=[io.Hidden.unique_id, io.Hidden.dynprompt],
     )
 
 
 def vae_engine() -> io.Schema:
     """TRT VAE Engine."""
-    return io.Schema(
+    return node_schema(
         node_id=VAE_ENGINE,
         display_name="TRT VAE Engine",
-        category=CATEGORY,
         description="Decodes and encodes pictures on compiled engines. Wire it behind the loader of the VAE; the "
         "output works in all of ComfyUI's VAE nodes. Videos and sound are decoded at normal speed.",
         search_aliases=["tensorrt vae", "compile vae", "fast vae decode"],
         inputs=[io.Vae.Input("vae"), *(one for one in _settings() if one.id in VAE_SETTINGS)],
         outputs=[io.Vae.Output("vae_out", display_name="vae")],
-        hidden=[io.Hidden.unique_id, io.Hidden.dynprompt],
     )
 
 
 def sampler_patch() -> io.Schema:
     """TRT Sampler Patch."""
-    return io.Schema(
+    return node_schema(
         node_id=SAMPLER_PATCH,
         display_name="TRT Sampler Patch",
-        category=CATEGORY,
         description="Routes the UNet, ControlNet residuals included, into its engine. Every step that the engine "
         "cannot take runs at normal speed. Wire the model into any sampler.",
         search_aliases=["tensorrt sampler", "trt model patch"],
@@ -119,7 +117,6 @@ def sampler_patch() -> io.Schema:
             ),
         ],
         outputs=[io.Model.Output("model_out", display_name="model")],
-        hidden=[io.Hidden.unique_id, io.Hidden.dynprompt],
     )
 
 
@@ -129,10 +126,9 @@ def apply_controlnet() -> io.Schema:
         io.DynamicCombo.Option(str(count), [i for n in range(1, count + 1) for i in _row_inputs(n)])
         for count in range(1, MAX_ROWS + 1)
     ]
-    return io.Schema(
+    return node_schema(
         node_id=APPLY_CONTROLNET,
         display_name="TRT Apply ControlNet",
-        category=CATEGORY,
         description="Applies several ControlNets at once, each with its own image, strength and range. Rows may be "
         "engine-backed (TRT ControlNet Engine) or plain. For more rows, chain a second node.",
         search_aliases=["controlnet stack", "multi controlnet", "tensorrt controlnet apply"],
@@ -142,7 +138,6 @@ def apply_controlnet() -> io.Schema:
             io.DynamicCombo.Input("rows", options=options, tooltip="How many ControlNets to stack."),
             io.Vae.Input("vae", optional=True, tooltip="Only for ControlNets that need one."),
         ],
-        hidden=[io.Hidden.unique_id, io.Hidden.dynprompt],
         outputs=[
             io.Conditioning.Output("positive_out", display_name="positive"),
             io.Conditioning.Output("negative_out", display_name="negative"),
@@ -153,10 +148,9 @@ def apply_controlnet() -> io.Schema:
 def report() -> io.Schema:
     """TRT Report."""
     anything = io.MatchType.Template("after")
-    return io.Schema(
+    return node_schema(
         node_id=REPORT,
         display_name="TRT Report",
-        category=CATEGORY,
         description="Place it after the sampler: it passes its input on and says how many steps of each model were "
         "accelerated, how many ran at normal speed and why, and how long they took.",
         search_aliases=["engine statistics", "fallback reasons", "what ran where"],
@@ -191,17 +185,15 @@ def report() -> io.Schema:
                 tooltip="Each step of each model: accelerated or at normal speed, and how long.",
             ),
         ],
-        hidden=[io.Hidden.unique_id, io.Hidden.dynprompt],
         is_output_node=True,
     )
 
 
 def compare() -> io.Schema:
     """TRT Compare."""
-    return io.Schema(
+    return node_schema(
         node_id=COMPARE,
         display_name="TRT Compare",
-        category=CATEGORY,
         description="Shows how far an accelerated picture is from the normal one: PSNR, SSIM, the largest difference "
         "of a pixel, and the difference as a picture. Sample twice with the same seed, once without TRT nodes.",
         search_aliases=["psnr", "ssim", "image difference", "compare images", "with and without"],

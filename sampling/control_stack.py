@@ -121,17 +121,11 @@ def run_stacks_at_once(
 
 
 def _with_stacks(
-    function: Callable[..., Any],
-    backbone: EngineHandle | None,
-    model: Any,
-    conds: list[list[dict] | None],
-    x_in: torch.Tensor,
-    timestep: torch.Tensor,
-    model_options: dict,
+    function: Callable[..., Any], backbone: EngineHandle | None, model: Any, conds: list[list[dict] | None], *rest: Any
 ) -> Any:
     """Call the function that computes the conditionings of a step, with stacks if it is ComfyUI's own."""
     if not is_stock(function):
-        return function(model, conds, x_in, timestep, model_options)
+        return function(model, conds, *rest)
     stacks: dict[int, ControlStack] = {}
     late: list[LateControl] | None = [] if _takes_late(backbone) else None
 
@@ -144,7 +138,7 @@ def _with_stacks(
 
     conds = [None if group is None else [replaced(cond) for cond in group] for group in conds]
     try:
-        return function(model, conds, x_in, timestep, model_options)
+        return function(model, conds, *rest)
     finally:
         for control in late or ():
             control.end()

@@ -48,7 +48,7 @@ class EngineHandle(NotCopied):
         found: the last look-up's result; without a backend and a builder where the network can have no engine.
         fallback: why native serves, or None.
         note: another sentence for the node, for example that a build is under way.
-        encodes_prompts: whether a part of the network runs once per prompt; for backbones.
+        encodes_prompts: True if a part of the network runs once per prompt; for backbones.
     """
 
     def __init__(
@@ -264,9 +264,9 @@ class EngineHandle(NotCopied):
                     self.give_up(fallback)
             else:
                 self._served = stats
-                served_by_engine(ServedCall(self, stats, session, session.active, patcher, bound.late is not None))
+                _note(ServedCall(self, stats, session, session.active, patcher, bound.late is not None))
                 return True, result
-        served_by_native()
+        _note(None)
         stats.count_native(fallback, self.choice.asked_for(fallback.uncovered, self.network))
         return False, None
 
@@ -278,7 +278,7 @@ class ServedCall:
     Attributes:
         session: the handle's session; ``served`` is the part of it that served.
         patcher: the patcher that ComfyUI sampled with, or None for the network's own.
-        beside: whether it started beside ControlNets and waited for them on the way.
+        beside: True if it started beside ControlNets and waited for them on the way.
     """
 
     handle: EngineHandle
@@ -331,20 +331,13 @@ def calls_listed() -> Iterator[Calls]:
         _listed.reset(token)
 
 
-def served_by_engine(call: ServedCall) -> None:
-    """Count a call, or list it."""
-    listed = _listed.get()
-    if listed is None:
-        call.count()
-    else:
-        listed.append(call)
-
-
-def served_by_native() -> None:
-    """List a native call."""
+def _note(call: ServedCall | None) -> None:
+    """List a call where calls are listed, None for native's; otherwise count an engine's call."""
     listed = _listed.get()
     if listed is not None:
-        listed.append(None)
+        listed.append(call)
+    elif call is not None:
+        call.count()
 
 
 def _as_fallback(error: Unavailable | Unsupported) -> Fallback:
