@@ -44,7 +44,7 @@ UPLOADS = ("image_upload", "video_upload", "animated_image_upload")
 
 
 def to_prompt(workflow: Data, object_info: ObjectInfo) -> Prompt:
-    """The API prompt of a workflow.
+    """Return the API prompt of a workflow.
 
     Args:
         workflow: UI format 0.4, as saved, exported or made by `app.graph.serialize()`.
@@ -88,11 +88,11 @@ class Widget(NamedTuple):
 
     name: str
     value: Any
-    sent: bool = True  #: whether the server gets to see it
+    sent: bool = True  #: False: the server does not get it
 
 
 def widgets_of(node: Node, object_info: ObjectInfo) -> list[Widget]:
-    """A node's widgets in the page's order with their saved values."""
+    """Return a node's widgets in the page's order with their saved values."""
     info = object_info.get(node["type"])
     if info is None:
         raise WorkflowError(f"the server has no node {node['type']} (node {node['id']} of the workflow)")
@@ -103,7 +103,7 @@ def widgets_of(node: Node, object_info: ObjectInfo) -> list[Widget]:
 
 
 def input_specs(groups: dict[str, Any], order: dict[str, list[str]] | None = None) -> list[tuple[str, list[Any]]]:
-    """Names and specifications in the order of the page's widgets: the required ones first."""
+    """Return names and specifications in the order of the page's widgets: required inputs first."""
     inputs = []
     for group in ("required", "optional"):
         specs = groups.get(group) or {}
@@ -116,7 +116,7 @@ def input_specs(groups: dict[str, Any], order: dict[str, list[str]] | None = Non
 def assign(
     inputs: list[tuple[str, list[Any]]], prefix: str, value_of: Callable[[str, Any], Any]
 ) -> Iterator[Widget]:
-    """The widgets among some inputs. `value_of` is asked for name and default, in the page's order."""
+    """Yield the widgets among some inputs. `value_of` is asked for name and default, in the page's order."""
     for name, spec in inputs:
         kind, options, full = spec[0], _options(spec), prefix + name
         if kind == "IMAGEUPLOAD":
@@ -150,7 +150,7 @@ def _default(kind: Any, options: dict[str, Any]) -> Any:
 
 
 def _controls(name: str, kind: Any, options: dict[str, Any]) -> list[tuple[str, str]]:
-    """The widgets that follow a widget and change it after a run, with defaults: a mode, and for combos a filter."""
+    """Return the widgets that change a widget after a run, with defaults: a mode, and for combos a filter."""
     if not options.get("control_after_generate", kind == "INT" and name in SEEDS):
         return []
     controls = [("control_after_generate", "randomize"), ("control_filter_list", "")]
@@ -174,7 +174,7 @@ class _Flat:
     def __init__(self, workflow: Data) -> None:
         self.nodes: dict[str, Node] = {}
         self.links: dict[str, Source] = {}
-        self._subgraphs = {one["id"]: one for one in definitions(workflow)}
+        self._subgraphs = {inner["id"]: inner for inner in definitions(workflow)}
         self._add(workflow, "", {})
 
     def _add(self, graph: Data, prefix: str, outer: dict[Any, Any]) -> None:
@@ -206,14 +206,16 @@ class _Flat:
     def _open(self, use: Node, outer: dict[Any, Any]) -> None:
         """Add the inside of a subgraph where a node uses it. Its widgets' values enter as primitives."""
         inner, inside = self._subgraphs[use["type"]], f"{use['id']}:"
-        shown, values = [one["name"] for one in use["inputs"] if one.get("widget")], use.get("widgets_values") or []
+        shown = [socket["name"] for socket in use["inputs"] if socket.get("widget")]
+        values = use.get("widgets_values") or []
         known = dict(zip(shown, values, strict=True)) if len(values) == len(shown) else {}
         for slot, socket in enumerate(inner.get("inputs") or []):
-            outer = next((one for one in use["inputs"] if one["name"] == socket["name"]), {**socket, "link": None})
-            fixed = outer["link"] is None and socket["name"] in known
+            name = socket["name"]
+            given = next((fed for fed in use["inputs"] if fed["name"] == name), {**socket, "link": None})
+            fixed = given["link"] is None and name in known
             self.nodes[f"{inside}in:{slot}"] = {
-                "id": f"{inside}in:{slot}", "type": "PrimitiveNode" if fixed else REROUTES[0], "inputs": [outer],
-                "outputs": [socket], "widgets_values": [known.get(socket["name"])],
+                "id": f"{inside}in:{slot}", "type": "PrimitiveNode" if fixed else REROUTES[0], "inputs": [given],
+                "outputs": [socket], "widgets_values": [known.get(name)],
             }
         out = {link.target_slot: link for link in map(Link.of, inner.get("links") or []) if link.target == OUTPUT_NODE}
         for slot, socket in enumerate(inner.get("outputs") or []):
@@ -224,7 +226,7 @@ class _Flat:
 
     def source_of_input(self, node: Node, slot: int, kind: Any = None, seen: frozenset[Any] = frozenset()
                         ) -> Source | None:
-        """The real node and output that feed an input in the end, or None."""
+        """Return the real node and output that feed an input in the end, or None."""
         if (node["id"], slot) in seen:
             raise WorkflowError(f"the links into node {node['id']} ({node['type']}) run in a circle")
         socket = node["inputs"][slot]
@@ -264,7 +266,7 @@ class _Flat:
 
 
 def _sockets(node: Node, object_info: ObjectInfo) -> list[dict[str, Any]]:
-    """A node's inputs with its widgets' inputs, which the page adds where a file lacks them."""
+    """Return a node's inputs with its widgets' inputs, which the page adds where a file lacks them."""
     listed = node.get("inputs") or []
     names = {socket["name"] for socket in listed}
     groups = object_info[node["type"]]["input"]

@@ -285,6 +285,14 @@ def test_the_pair_of_before_is_taken_out_whole() -> None:
     assert to_prompt(data, OBJECT_INFO)["2"]["inputs"] == {"MODEL": ["1", 0]}
 
 
+@pytest.mark.fault("a Get node lies in a subgraph with inputs, its Set node outside", see="the prompt has its wire")
+def test_a_get_in_a_subgraph_with_inputs_finds_its_set_outside() -> None:
+    inside = subgraph({"get": "GetNode|m", "s": "Sampler", "decode": "Decode"}, "get.0 s.0, in.0 decode.0", "VAE")
+    data = drawn({"load": "Loader", "set": "SetNode|m", "sub": "G"}, "load.0 set.0, load.2 sub.0", {"G": inside})
+    sampler = next(entry for entry in to_prompt(data, OBJECT_INFO).values() if entry["class_type"] == "Sampler")
+    assert sampler["inputs"] == {"MODEL": ["1", 0]}
+
+
 def test_native_reroutes_stay_on_the_links_behind_the_node() -> None:
     data = drawn(PLAIN, "load.0 s.0")
     reroutes = [{"id": 1, "pos": [220, 50], "linkIds": [1]}]
