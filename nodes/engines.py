@@ -64,7 +64,7 @@ class NodeInput:
     """One network of an engine node: the running prompt, the node's id, and the input with the network.
 
     Attributes:
-        sizes: numbers that replace those of the prompt, see ``for_its_pictures``.
+        sizes: numbers that replace the prompt's own, see ``for_its_pictures``.
     """
 
     prompt: DynamicPrompt
@@ -225,5 +225,5 @@ def find_vae(
 def _order_given(key: str) -> None:
     """Note that the running prompt has ordered a network's build, or that there is nothing to build."""
     if (context := executing()) is not None:
-        for one in node_states.keys_like(key):
-            pending_orders.forget(context.prompt_id, one)
+        for known in node_states.keys_like(key):
+            pending_orders.forget(context.prompt_id, known)

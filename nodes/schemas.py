@@ -97,7 +97,7 @@ def vae_engine() -> io.Schema:
         description="Decodes and encodes pictures on compiled engines. Wire it behind the loader of the VAE; the "
         "output works in all of ComfyUI's VAE nodes. Videos and sound are decoded at normal speed.",
         search_aliases=["tensorrt vae", "compile vae", "fast vae decode"],
-        inputs=[io.Vae.Input("vae"), *(one for one in _settings() if one.id in VAE_SETTINGS)],
+        inputs=[io.Vae.Input("vae"), *(setting for setting in _settings() if setting.id in VAE_SETTINGS)],
         outputs=[io.Vae.Output("vae_out", display_name="vae")],
     )
 
@@ -222,7 +222,7 @@ def compare() -> io.Schema:
 
 
 def _settings() -> list[io.Input]:
-    """The inputs after the model, the same on both engine nodes."""
+    """Return the inputs after the model, the same on all engine nodes."""
     return [
         io.Combo.Input(
             WHEN_MISSING,
@@ -272,7 +272,7 @@ def _settings() -> list[io.Input]:
             default=AUTO,
             tooltip="Who builds and runs the engine; auto takes the one that was the fastest on this GPU, "
             "else torch on NVIDIA GPUs and onnxruntime on the CPU, with which it also builds."
-            + "".join(f" {name} is {one.notice}." for name, one in backends().items() if one.notice),
+            + "".join(f" {name} is {backend.notice}." for name, backend in backends().items() if backend.notice),
             advanced=True,
         ),
         io.Combo.Input(
@@ -294,8 +294,8 @@ def _size(name: str, title: str, tooltip: str) -> io.Input:
 
 
 def row_defaults(n: int) -> dict[str, float | None]:
-    """The inputs of a row of TRT Apply ControlNet, and their defaults."""
-    return {one.id: getattr(one, "default", None) for one in _row_inputs(n)}
+    """Return the inputs of a row of TRT Apply ControlNet, with their defaults."""
+    return {given.id: getattr(given, "default", None) for given in _row_inputs(n)}
 
 
 def _row_inputs(n: int) -> list[io.Input]:

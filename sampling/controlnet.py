@@ -123,8 +123,8 @@ class EngineControlModel(InPlaceOfNative):
         """
         if last_loaded(patcher.model) is not patcher or not lies_on_its_model(patcher):
             in_use = model_management.loaded_models(only_currently_used=True)
-            others = [model for model in in_use if not patcher.is_clone(model)]
-            model_management.load_models_gpu([*others, patcher])
+            beside = [model for model in in_use if not patcher.is_clone(model)]
+            model_management.load_models_gpu([*beside, patcher])
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.nn.Module | EngineControlModel:
         if memo:  # part of a larger copy: other packs copy whole conditionings, whose ControlNets share the engine

@@ -80,8 +80,8 @@ def patch_model(model: ModelPatcher, handle: EngineHandle, refusal: Fallback | N
     takes_part = [router.native_weights] if works(Feature.STAGING) else []
     takes_part += [router.shared] if works(Feature.SEVERAL_GPUS) else []
     if takes_part:
-        wrappers[WrappersMP.PREPARE_SAMPLING] = [one.prepare for one in takes_part]
-        callbacks[CallbacksMP.ON_CLEANUP] = [one.end_run for one in takes_part]
+        wrappers[WrappersMP.PREPARE_SAMPLING] = [part.prepare for part in takes_part]
+        callbacks[CallbacksMP.ON_CLEANUP] = [part.end_run for part in takes_part]
     if works(Feature.SEVERAL_GPUS):
         callbacks[CallbacksMP.ON_MATCH_MULTIGPU_CLONES] = [router.match_copy]
         forget_dead_models()

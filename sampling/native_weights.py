@@ -209,9 +209,9 @@ class NativeWeights(NotCopied):
             return  # each layer fetches its own
         log.info("Hybrid TRT: loading the normal model for steps that the engine does not take")
         in_use = model_management.loaded_models(only_currently_used=True)
-        others = [model for model in in_use if not native.is_clone(model)]
+        beside = [model for model in in_use if not native.is_clone(model)]
         memory, least = self._memory
-        model_management.load_models_gpu([native, *others], memory_required=memory, minimum_memory_required=least)
+        model_management.load_models_gpu([native, *beside], memory_required=memory, minimum_memory_required=least)
 
     def end_run(self, _patcher: ModelPatcher) -> None:
         """Drop the stand-in, because ComfyUI uses the patcher itself again; an ON_CLEANUP callback."""

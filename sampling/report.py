@@ -44,7 +44,7 @@ Font = ImageFont.FreeTypeFont | ImageFont.ImageFont
 
 
 def as_drawn(rows: Iterable[CallStats], drawn: Callable[[str], str]) -> list[CallStats]:
-    """Merge the stats of nodes that ComfyUI copied, for example one per iteration of a loop, into a node's.
+    """Merge the stats of nodes that ComfyUI copied, for example for each iteration of a loop, into a node's.
 
     Args:
         drawn: id of a node -> id of its node in the user's graph.
@@ -279,7 +279,7 @@ def plot(rows: Sequence[CallStats]) -> torch.Tensor:
 
 
 def cells(count: int) -> list[tuple[float, float]]:
-    """Return left and right of each call's cell: the first apart, the others in the rest of the width."""
+    """Return left and right of each call's cell: the first apart, the later calls in the rest of the width."""
     if count == 0:
         return []
     start = MARGIN + FIRST + APART
@@ -289,7 +289,7 @@ def cells(count: int) -> list[tuple[float, float]]:
 
 
 def _row(draw: ImageDraw.ImageDraw, row: CallStats, lines: list[str], top: int, full: float) -> int:
-    """Draw a network; return the top of the next one."""
+    """Draw a network; return the top of the next network."""
     top = _write(draw, [_fitted(short_name(row.name), row)], top, NAME, TEXT)
     ms = row.ms()
     if ms:

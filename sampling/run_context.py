@@ -141,11 +141,11 @@ def others_take_part(guider: Any, given: Iterable[Any]) -> bool:
               *type(guider).__mro__, *type(model).__mro__)  # fmt: skip
     if not all(map(_is_stock, owners)):
         return True
-    own = (value for one in (guider, model) for value in vars(one).values())
+    own = (value for owner in (guider, model) for value in vars(owner).values())
     if not all(is_known(value) for value in own if callable(value)):
         return True
     seen: set[int] = set()
-    parts = [*given, *(getattr(one, "__dict__", {}) for one in given), type(guider), guider.model_options]
+    parts = [*given, *(getattr(value, "__dict__", {}) for value in given), type(guider), guider.model_options]
     return any(_has_stranger(part, seen) for part in (*parts, _controls(guider)))
 
 
@@ -172,7 +172,7 @@ def _has_stranger(value: Any, seen: set[int]) -> bool:
         return False
     seen.add(id(value))
     if isinstance(value, Mapping):
-        return any(_has_stranger(one, seen) for one in value.values())
+        return any(_has_stranger(part, seen) for part in value.values())
     if isinstance(value, list | tuple | set | frozenset):
-        return any(_has_stranger(one, seen) for one in value)
+        return any(_has_stranger(part, seen) for part in value)
     return not is_known(value)

@@ -100,8 +100,8 @@ def _sources(workflow: Workflow, kind: str) -> Iterator[Port]:
     """Yield the outputs of loaders of a kind: of nodes without inputs of that kind."""
     for graph in workflow.uses:
         for node in graph.nodes.values():
-            takes = graph.fed(node, kind) or any(kind_of(one) in (kind, "*") and one.get("link") is not None
-                                                 for one in node.get("inputs") or [])  # fmt: skip
+            takes = graph.fed(node, kind) or any(kind_of(socket) in (kind, "*") and socket.get("link") is not None
+                                                 for socket in node.get("inputs") or [])  # fmt: skip
             none = kind == "VAE" and any(map(_NO_VAE_ENGINE.search, (node["type"], str(name_of(node)))))
             if workflow.is_real(node) and not is_ours(node) and not takes and not none:
                 yield from (Port(graph, node["id"], slot) for slot, made in graph.made(node).items() if made == kind)
@@ -120,8 +120,9 @@ def _before(workflow: Workflow, port: Port) -> list[Node]:
         elif kind in workflow.subgraphs:
             more.append((workflow.subgraphs[kind], OUTPUT_NODE))
         elif kind == GET:
-            more += [(one, found["id"]) for one in workflow.uses for found in one.named(SET, name_of(graph.nodes[key]))]
-        queue += dict.fromkeys(one for one in more if one not in seen)
+            name = name_of(graph.nodes[key])
+            more += [(holder, found["id"]) for holder in workflow.uses for found in holder.named(SET, name)]
+        queue += dict.fromkeys(place for place in more if place not in seen)
         seen.update(more)
     return [graph.nodes[key] for graph, key in queue if key in graph.nodes]
 
@@ -139,7 +140,7 @@ def _model_places(workflow: Workflow, source: Port, seen: set[Port]) -> Iterator
         links, served = [], port is source and _served(workflow, port)
         for link in port.graph.links_of(port.node, port.slot):
             if any(starmap(_changes_weights, workflow.behind(port.graph, link, "MODEL"))):
-                more = [one for one in workflow.beyond(port.graph, link, "MODEL") if one not in seen]
+                more = [place for place in workflow.beyond(port.graph, link, "MODEL") if place not in seen]
                 seen.update(more)
                 queue += more
                 continue
@@ -172,9 +173,9 @@ def _host(graph: Graph, reader: Any, branches: list[tuple[Graph, Node, set[Any]]
     if len(branches) == 1:
         return branches[0][1]
     found = graph.needing(reader)
-    ends = {one for one in found if OUTPUT_NODE in graph.next(one) or not graph.next(one)}
+    ends = {reader for reader in found if OUTPUT_NODE in graph.next(reader) or not graph.next(reader)}
     fit = [(next((i for i, one in enumerate(found) if i and one in served), len(found)), len(served), order)
-           for order, (one, _, served) in enumerate(branches) if one is graph and ends <= served]  # fmt: skip
+           for order, (holder, _, served) in enumerate(branches) if holder is graph and ends <= served]  # fmt: skip
     return branches[min(fit)[2]][1] if fit else None
 
 

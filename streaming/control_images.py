@@ -23,7 +23,7 @@ LOW, HIGH = 0.4, 0.8
 class ControlImages:
     """The ControlNets of a stream's conditionings.
 
-    They are copies: the nodes' own are left as they are, for other nodes and for the next prompt.
+    They are copies, so that the nodes' own stay as they are for other nodes and the next prompt.
 
     Attributes:
         positive, negative: the conditionings with the copies.
@@ -34,7 +34,7 @@ class ControlImages:
     def __init__(self, positive: Conditioning, negative: Conditioning, follow: str, device: torch.device):
         """
         Args:
-            follow: one of ``settings.FOLLOW``.
+            follow: one of ``FOLLOW``.
             device: where the ControlNets run.
         """
         self._device = device
@@ -122,8 +122,8 @@ class ControlImages:
             frame: (1, H, W, 3).
             there: the frame on the device, if it is there already.
             made: images that nodes made from this frame, by the number of their ControlNet.
-            latent: one of the frame's shape, on any device. The hints are made at once where ComfyUI's own code would
-                make them in the first step, and would wait for the device. None leaves all of them to ComfyUI.
+            latent: a latent of the frame's shape, on any device. The hints are made at once where ComfyUI's own code
+                would make them in the first step, and would wait for the device. None leaves all of them to ComfyUI.
         """
         made = made or {}
         edges = _edges(frame) if self._follow == EDGES and len(made) < len(self.controls) else None

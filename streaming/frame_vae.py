@@ -31,7 +31,7 @@ class FrameVAE:
     def __init__(self, vae: VAE, reload: Callable[[], None], stays_loaded: bool):
         """
         Args:
-            stays_loaded: whether it is loaded for as long as the stream runs; else ComfyUI's own methods load it.
+            stays_loaded: True if it is loaded for as long as the stream runs; else ComfyUI's own methods load it.
         """
         self._vae = vae
         self._reload = reload
@@ -81,7 +81,7 @@ class FrameVAE:
 
 
 def _is_plain(vae: VAE) -> bool:
-    """Tell whether a VAE is an unmodified one for pictures (channels, height, width)."""
+    """Tell whether a VAE is unmodified, and for pictures (channels, height, width)."""
     if not works(Feature.STREAMS) or type(vae).__module__ != "comfy.sd":
         return False
     ours = (vae.encode, vae.decode, vae.process_input, vae.process_output, vae.vae_encode_crop_pixels)

@@ -28,10 +28,10 @@ class Settings:
     """The inputs of a frame's sampling, with the names of ComfyUI's KSampler.
 
     Attributes:
-        new_seeds: whether a frame's seed is ``seed`` and its number, added up.
+        new_seeds: True if a frame's seed is ``seed`` and its number, added up.
         follow: where control images come from, one of ``FOLLOW``.
-        steps_as_batch: whether the steps of neighbouring frames are to be one batch, where that is exact.
-        remembered: earlier frames whose tokens self-attention sees too, see ``kept_tokens``; 0: none, which is exact.
+        steps_as_batch: True if the steps of neighbouring frames are to be one batch, where that is exact.
+        remembered: earlier frames whose tokens self-attention sees too; 0: none, which is exact.
         similar: mean difference of pixels up to which a frame counts as a repetition; 0: never.
     """
 

@@ -85,7 +85,7 @@ class OpenSampling(comfy.samplers.Sampler):
         """Run the frames. ComfyUI calls this when models are loaded and conditionings are prepared."""
         self._guider, self._options = model_wrap, extra_args["model_options"]
         loaded = model_management.loaded_models(only_currently_used=True)
-        self._models = [one for one in loaded if one is not None]  # None is a model that was freed
+        self._models = [model for model in loaded if model is not None]  # None is a model that was freed
         model = model_wrap.model_patcher
         with sigmas_on_device(model), _memory_asked_once(model), _nothing_collected():
             self._frames()
@@ -96,7 +96,7 @@ class OpenSampling(comfy.samplers.Sampler):
         self._new = conds
 
     def reload(self) -> None:
-        """Load the models of the open sampling again if others replaced them."""
+        """Load the models of the open sampling again if other models replaced them."""
         if self._models:
             model_management.load_models_gpu(self._models)
 
@@ -123,7 +123,7 @@ class OpenSampling(comfy.samplers.Sampler):
     def step_all(
         self, latent: torch.Tensor, noise: Noise, work: torch.Tensor, settings: Settings
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Take all frames in work a step further, in one call; return the oldest sampled latent, and the others.
+        """Take all frames in work a step further, in one call; return the oldest sampled latent, and the rest.
 
         Args:
             latent: latent of the new frame, which has its first step.
@@ -342,7 +342,7 @@ def _why_apart(model: ModelPatcher, conds: dict[str, Conditioning]) -> str:
     if model.get_additional_models_with_key("multigpu"):
         return "MultiGPU shares each step among GPUs"
     if model.get_model_object("latent_format").latent_dimensions != 2:
-        return "latents of this kind of model are those of videos"
+        return "this kind of model has latents of videos"
     if (name := _acts_on_runs(model)) is not None:
         return f"another node ({name}) acts on each sampling"
     guider = comfy.samplers.CFGGuider(model)

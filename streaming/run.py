@@ -123,7 +123,7 @@ def run_stream(stream: Stream, source: Source, times: FrameTimes) -> torch.Tenso
     """Make the pictures of a source's frames until there are no more, and return the last; None without frames.
 
     Args:
-        times: takes the times; others may read them while the stream runs.
+        times: takes the times; other threads may read them while the stream runs.
     """
     times.one_by_one = stream.one_by_one
     frames, loop = source.frames(), _Loop(stream, source, times)

@@ -77,7 +77,7 @@ class Stream:
         self._open: OpenSampling | None = None
         self._edition = 0  # of the prompts
         self._controls_have_engines = all(map(has_engine, self.controls.controls))
-        self._options_of_others = any(map(model.model_options.get, OPTIONS))
+        self._has_foreign_options = any(map(model.model_options.get, OPTIONS))
         self._frame_nodes: FrameNodes | None = None
         self._graph = FrameGraph(model.load_device, self._made, self._made_of)
         self._batch: StepBatch | None = None
@@ -219,7 +219,7 @@ class Stream:
         """Return all settings that pictures depend on besides their inputs; None if they depend on more."""
         if not self._open.conds_are_fixed or not self.controls.hints_are_ours or not self._controls_have_engines:
             return None
-        if self._options_of_others or self._fills_kept:
+        if self._has_foreign_options or self._fills_kept:
             return None
         kept = None if self._kept is None else self._kept.edition
         texts = self._edition if prompts.form is None else prompts.form
@@ -330,7 +330,7 @@ class Stream:
             )  # fmt: skip
 
     def _reload(self) -> None:
-        """Load the models of the open sampling again if others replaced them."""
+        """Load the models of the open sampling again if other models replaced them."""
         if self._open:
             self._open.reload()
 
