@@ -24,7 +24,7 @@ from .engine_handle import EngineHandle
 from .engine_patcher import ControlPatcher
 from .hint_cache import KeptHints
 from .nan_guard import checked_for_nan
-from .native_network import arguments_of, by_name, run_native
+from .native_network import by_name, run_native
 from .run_context import in_run
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ class EngineControlModel(InPlaceOfNative):
         self.hints = KeptHints()
         self.on_gpus: dict[torch.device, EngineControlModel] = {}
         self.run: Context | None = None
-        self._arguments = arguments_of(handle.network)
+        self._arguments = handle.network.arguments()
 
     @property
     def network(self) -> NativeNetwork:

@@ -19,7 +19,7 @@ from ..architectures.calls import EngineCall
 from ..comfy_model.attention import OVERRIDE, other_attention
 from ..comfy_model.comfyui_internals import Feature, works
 from ..comfy_model.comfyui_shims import outside_recording
-from ..comfy_model.network import NativeNetwork
+from ..comfy_model.network import NativeNetwork, forward_arguments
 from ..comfy_model.weight_patches import WeightPatches
 from ..engine_library import Fallback, Reason
 from . import NotCopied
@@ -27,7 +27,7 @@ from .call_stats import open_stats, timed
 from .control_stack import LateControl, bound_unread, run_stacks_at_once
 from .engine_handle import EngineHandle
 from .nan_guard import redo_unless_finite, watch
-from .native_network import arguments_of, by_name, forward_arguments, run_native, with_residuals_copied
+from .native_network import by_name, run_native, with_residuals_copied
 from .native_weights import NativeWeights
 from .run_context import as_run, tensors_of_run
 from .run_inputs import SteadyPrompts, call_on_device, sample_on_device
@@ -149,7 +149,7 @@ class BackboneRouter(NotCopied):
         theirs = handle.network.patcher
         self._weight_patches = WeightPatches(theirs if theirs.model is self._base else model)
         self._handle = handle
-        self._arguments = arguments_of(handle.network)
+        self._arguments = handle.network.arguments()
         self._refusal = refusal
         self._compiled: tuple[dict, Callable[..., torch.Tensor]] | None = None
         self.native_weights = NativeWeights(partial(_plan, handle, refusal, self._weight_patches))
