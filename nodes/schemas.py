@@ -6,23 +6,9 @@ from typing import Any
 
 from comfy_api.latest import io
 
+from .. import node_names
 from ..architectures.shapes import MOST, PRECISIONS, TOKEN_STEP, VAE_SETTINGS
 from ..backends import AUTO, backends
-from ..node_names import (
-    ACCELERATE,
-    APPLY_CONTROLNET,
-    BUILD_NOW,
-    COMPARE,
-    CONTROL_INPUTS,
-    CONTROLNET_ENGINE,
-    IN_BACKGROUND,
-    REPORT,
-    SAMPLER_PATCH,
-    UNET_ENGINE,
-    USE_NATIVE,
-    VAE_ENGINE,
-    WHEN_MISSING,
-)
 
 MAX_ROWS = 16
 UNetEngine = io.Custom("TRT_UNET_ENGINE")
@@ -44,7 +30,7 @@ def accelerate() -> io.Schema:
     """TRT Accelerate."""
     control = "Runs on an engine of its own and comes out of the output of the same name."
     return node_schema(
-        node_id=ACCELERATE,
+        node_id=node_names.ACCELERATE,
         display_name="TRT Accelerate",
         description="Makes a workflow faster: the model and its ControlNets run on compiled engines, with the same "
         "picture. Wire it behind the model loader and its LoRAs, then press Build engines.",
@@ -53,12 +39,12 @@ def accelerate() -> io.Schema:
             io.Model.Input("model", tooltip="Behind the loader and its LoRAs."),
             *_settings(),
             io.Vae.Input("vae", optional=True, tooltip="Decodes and encodes on engines of its own."),
-            *(io.ControlNet.Input(name, optional=True, tooltip=control) for name in CONTROL_INPUTS),
+            *(io.ControlNet.Input(name, optional=True, tooltip=control) for name in node_names.CONTROL_INPUTS),
         ],
         outputs=[
             io.Model.Output("model_out", display_name="model"),
             io.Vae.Output("vae_out", display_name="vae"),
-            *(io.ControlNet.Output(f"{name}_out", display_name=name) for name in CONTROL_INPUTS),
+            *(io.ControlNet.Output(f"{name}_out", display_name=name) for name in node_names.CONTROL_INPUTS),
         ],
     )
 
@@ -66,7 +52,7 @@ def accelerate() -> io.Schema:
 def unet_engine() -> io.Schema:
     """TRT UNet Engine."""
     return node_schema(
-        node_id=UNET_ENGINE,
+        node_id=node_names.UNET_ENGINE,
         display_name="TRT UNet Engine",
         description="Finds the compiled engine for this model's UNet in models/trt_engines, or builds it. LoRAs "
         "before this node are built into the engine. Wire the engine into TRT Sampler Patch.",
@@ -79,7 +65,7 @@ def unet_engine() -> io.Schema:
 def controlnet_engine() -> io.Schema:
     """TRT ControlNet Engine."""
     return node_schema(
-        node_id=CONTROLNET_ENGINE,
+        node_id=node_names.CONTROLNET_ENGINE,
         display_name="TRT ControlNet Engine",
         description="Finds the compiled engine for this ControlNet in models/trt_engines, or builds it. The output "
         "works in TRT Apply ControlNet and in ComfyUI's own Apply ControlNet nodes.",
@@ -92,7 +78,7 @@ def controlnet_engine() -> io.Schema:
 def vae_engine() -> io.Schema:
     """TRT VAE Engine."""
     return node_schema(
-        node_id=VAE_ENGINE,
+        node_id=node_names.VAE_ENGINE,
         display_name="TRT VAE Engine",
         description="Decodes and encodes pictures on compiled engines. Wire it behind the loader of the VAE; the "
         "output works in all of ComfyUI's VAE nodes. Videos and sound are decoded at normal speed.",
@@ -105,7 +91,7 @@ def vae_engine() -> io.Schema:
 def sampler_patch() -> io.Schema:
     """TRT Sampler Patch."""
     return node_schema(
-        node_id=SAMPLER_PATCH,
+        node_id=node_names.SAMPLER_PATCH,
         display_name="TRT Sampler Patch",
         description="Routes the UNet, ControlNet residuals included, into its engine. Every step that the engine "
         "cannot take runs at normal speed. Wire the model into any sampler.",
@@ -127,7 +113,7 @@ def apply_controlnet() -> io.Schema:
         for count in range(1, MAX_ROWS + 1)
     ]
     return node_schema(
-        node_id=APPLY_CONTROLNET,
+        node_id=node_names.APPLY_CONTROLNET,
         display_name="TRT Apply ControlNet",
         description="Applies several ControlNets at once, each with its own image, strength and range. Rows may be "
         "engine-backed (TRT ControlNet Engine) or plain. For more rows, chain a second node.",
@@ -149,7 +135,7 @@ def report() -> io.Schema:
     """TRT Report."""
     anything = io.MatchType.Template("after")
     return node_schema(
-        node_id=REPORT,
+        node_id=node_names.REPORT,
         display_name="TRT Report",
         description="Place it after the sampler: it passes its input on and says how many steps of each model were "
         "accelerated, how many ran at normal speed and why, and how long they took.",
@@ -192,7 +178,7 @@ def report() -> io.Schema:
 def compare() -> io.Schema:
     """TRT Compare."""
     return node_schema(
-        node_id=COMPARE,
+        node_id=node_names.COMPARE,
         display_name="TRT Compare",
         description="Shows how far an accelerated picture is from the normal one: PSNR, SSIM, the largest difference "
         "of a pixel, and the difference as a picture. Sample twice with the same seed, once without TRT nodes.",
@@ -225,9 +211,9 @@ def _settings() -> list[io.Input]:
     """Return the inputs after the model, the same on all engine nodes."""
     return [
         io.Combo.Input(
-            WHEN_MISSING,
+            node_names.WHEN_MISSING,
             display_name="If no engine yet",
-            options=[AUTO, USE_NATIVE, BUILD_NOW, IN_BACKGROUND],
+            options=[AUTO, node_names.USE_NATIVE, node_names.BUILD_NOW, node_names.IN_BACKGROUND],
             default=AUTO,
             tooltip="What to do when the library has no engine for this model: run at normal speed; build one "
             "first; or run at normal speed and build one meanwhile, which the next prompt uses. auto builds "

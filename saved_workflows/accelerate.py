@@ -2,6 +2,9 @@
 
 The node also takes in the VAE and up to four ControlNets of its graph; further ones get TRT ControlNet Engine.
 Removal restores the former wires.
+
+Nodes right of a new node move right, and groups grow. A group keeps its nodes: the page counts a node if its middle is
+in the group.
 """
 
 from __future__ import annotations
@@ -21,8 +24,7 @@ from ..node_names import (
     VAE_ENGINE,
 )
 from .graph import GET, INPUT_NODE, OUTPUT_NODE, SET, Graph, Link, Node, Port, Workflow, is_ours, name_of
-from .layout import place
-from .node_data import kind_of
+from .node_data import TITLE, Data, drawn_box, kind_of, middle, touch
 
 PASSES_ON = {
     ACCELERATE: ("model", "vae", *CONTROL_INPUTS),
@@ -33,6 +35,8 @@ PASSES_ON = {
 """Our nodes that pass values on -> their inputs in the order of their outputs."""
 SERVING = (*PASSES_ON, UNET_ENGINE)
 """Our nodes that bring engines: nodes behind them need no more. TRT Stream uses the engines that it gets."""
+GAP = 50.0
+"""Pixels between our node and its neighbours."""
 SIZES = {ACCELERATE: (330.0, 400.0), CONTROLNET_ENGINE: (330.0, 300.0)}
 _KINDS = {"model": "MODEL", "vae": "VAE"}
 _CHANGES_WEIGHTS = re.compile("lora|modelmerge", re.IGNORECASE)
@@ -221,7 +225,67 @@ def _insert(workflow: Workflow, port: Port, links: list[Link], kind: str, name: 
         "outputs": [{"name": name, "type": of, "links": []} for name, of in sockets],
         "properties": {"cnr_id": "hybrid-trt", "Node name for S&R": kind},
     }  # fmt: skip
-    place(port.graph, port.node, node)
+    _place(port.graph, port.node, node)
     port.graph.nodes[node["id"]] = node
     _lead_through(workflow, port, links, node, PASSES_ON[kind].index(name))
     return node
+
+
+def _place(graph: Graph, behind: Any, node: Node) -> None:
+    """Give a new node a place right of the node that it follows, or of the subgraph's inputs."""
+    left, y, width, _ = _box(graph, behind)
+    start = left + width
+    height = node["size"][1]
+    in_row = [other for other in graph.nodes.values()
+              if other["pos"][1] - TITLE < y + height + GAP / 2
+              and other["pos"][1] + other["size"][1] > y - TITLE - GAP / 2]  # fmt: skip
+    x = max([start, *(other["pos"][0] + other["size"][0] for other in in_row if not _moves(other, start))]) + GAP
+    end = x + node["size"][0]
+    next_left = min([start, *(other["pos"][0] for other in in_row if _moves(other, start))])
+    _make_room(graph, start, end + GAP - next_left)
+    node["pos"] = [x, y]
+    for group in graph.data.get("groups") or []:
+        gx, gy, gw, gh = group["bounding"]
+        if gx <= left and start <= gx + gw and gy <= y <= gy + gh:
+            wide = max(gw, end + GAP / 2 - gx)
+            grown = ([gx, gy, wide, high] for high in (max(gh, y + height + GAP / 2 - gy), gh))
+            group["bounding"] = next((box for box in grown if not _takes_in(graph, group, box)), group["bounding"])
+
+
+def _takes_in(graph: Graph, group: Data, grown: list[float]) -> bool:
+    """Tell whether a grown group newly touches a node or a group, or newly has the middle of a node."""
+    boxes = [other["bounding"] for other in graph.data["groups"] if other is not group]
+    boxes += [box for node in graph.nodes.values() for box in (drawn_box(node), middle(node))]
+    return any(touch(grown, box) and not touch(group["bounding"], box) for box in boxes)
+
+
+def _moves(node: Node, start: float) -> bool:
+    """Tell whether the middle of a node, or a reroute, is right of a line: it moves like groups that hold it."""
+    return middle(node)[0] >= start - 1
+
+
+def _box(graph: Graph, node: Any) -> list[float]:
+    if node == INPUT_NODE:
+        return list(graph.data["inputNode"]["bounding"])
+    return [*graph.nodes[node]["pos"], *graph.nodes[node]["size"]]
+
+
+def _make_room(graph: Graph, start: float, width: float) -> None:
+    """Move nodes right whose middle is right of a line; groups across the line grow if they hold such nodes."""
+    drawn = (*graph.nodes.values(), *_reroutes(graph.data))
+    moving = [node for node in drawn if _moves(node, start)]
+    for group in graph.data.get("groups") or []:
+        box = group["bounding"]
+        if box[0] >= start - 1:
+            box[0] += width
+        elif any(touch(box, middle(node)) for node in moving):
+            box[2] += width
+    for node in moving:
+        node["pos"] = [node["pos"][0] + width, node["pos"][1]]
+    for side in ("inputNode", "outputNode"):
+        box = graph.data[side]["bounding"] if graph.inside else [start - 2]
+        box[0] += width if box[0] >= start - 1 else 0
+
+
+def _reroutes(data: Data) -> list[Data]:
+    return [*(data.get("reroutes") or []), *((data.get("extra") or {}).get("reroutes") or [])]
