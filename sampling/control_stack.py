@@ -258,23 +258,23 @@ def _run(
                 if stream is not None:
                     joins.append((stream.record_event(), stream, _flat(result)))
     except BaseException:  # a capture has to join all streams before it ends, or CUDA breaks it off
-        for event, stream, tensors in joins:
-            wait_for(event, stream, tensors)
+        _wait_for_all(joins)
         raise
     if late is None or start is None:
-        return _joined(chain, results, joins)
+        _wait_for_all(joins)
+        return _merged(chain, results)
     with torch.cuda.stream(sessions[-1].stream):
-        merged = _joined(chain, results, joins[:-1])
+        _wait_for_all(joins[:-1])
+        merged = _merged(chain, results)
         late.append(LateControl(merged, sessions[-1].stream, reads=(x_noisy, t, calls)))
     chain[-1].control_model.handle.stats.late += 1
     return late[-1]
 
 
-def _joined(chain: list[ControlNet], results: list[Control], joins: Sequence[tuple]) -> Control:
-    """Merge on the current stream, after the given (event, stream, tensors) of the other streams."""
+def _wait_for_all(joins: Sequence[tuple]) -> None:
+    """Make the current stream wait for other streams, each an (event, stream, tensors)."""
     for event, stream, tensors in joins:
         wait_for(event, stream, tensors)
-    return _merged(chain, results)
 
 
 def _takes_late(backbone: EngineHandle | None) -> bool:

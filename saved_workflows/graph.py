@@ -342,16 +342,6 @@ class Workflow:
                     queue += [(port.graph, link) for link in port.graph.links_of(port.node, port.slot)]
 
 
-def change(data: Data, how: Callable[[Workflow], T]) -> T:
-    """Change a workflow in place, and return the function's result.
-
-    Raises:
-        WorkflowError: it is no workflow, or is damaged.
-    """
-    with as_workflow_error():
-        return how(Workflow(data))
-
-
 @contextmanager
 def as_workflow_error() -> Iterator[None]:
     """Raise errors due to values that ComfyUI never saves as ``WorkflowError``."""
@@ -361,6 +351,16 @@ def as_workflow_error() -> Iterator[None]:
         raise
     except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError, RuntimeError) as error:
         raise WorkflowError(f"it is damaged ({type(error).__name__}: {str(error)[:200]})") from error
+
+
+@as_workflow_error()
+def change(data: Data, how: Callable[[Workflow], T]) -> T:
+    """Change a workflow in place, and return the function's result.
+
+    Raises:
+        WorkflowError: it is no workflow, or is damaged.
+    """
+    return how(Workflow(data))
 
 
 def check_format(data: Data) -> None:

@@ -43,6 +43,7 @@ SEEDS = ("seed", "noise_seed")
 UPLOADS = ("image_upload", "video_upload", "animated_image_upload")
 
 
+@as_workflow_error()
 def to_prompt(workflow: Data, object_info: ObjectInfo) -> Prompt:
     """Return the API prompt of a workflow.
 
@@ -53,11 +54,6 @@ def to_prompt(workflow: Data, object_info: ObjectInfo) -> Prompt:
     Raises:
         WorkflowError: it has another format, is damaged, or has nodes that the server does not know.
     """
-    with as_workflow_error():
-        return _prompt_of(workflow, object_info)
-
-
-def _prompt_of(workflow: Data, object_info: ObjectInfo) -> Prompt:
     check_format(workflow)
     graph = _Flat(workflow)
     for node in graph.nodes.values():
@@ -282,16 +278,16 @@ def is_prompt(data: Any) -> bool:
                                  and isinstance(entry.get("inputs"), dict) for entry in entries)  # fmt: skip
 
 
+@as_workflow_error()
 def change_prompt(prompt: Prompt, object_info: ObjectInfo, how: Callable[[Workflow], T]) -> T:
     """Change an API prompt in place by a function for workflows, and return its result.
 
     Raises:
         WorkflowError: it has nodes that ComfyUI does not know, or is damaged.
     """
-    with as_workflow_error():
-        workflow = Workflow(_drawn(prompt, object_info))
-        answer = how(workflow)
-        _write_back(workflow.root, prompt, object_info)
+    workflow = Workflow(_drawn(prompt, object_info))
+    answer = how(workflow)
+    _write_back(workflow.root, prompt, object_info)
     return answer
 
 
