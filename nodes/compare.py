@@ -45,7 +45,7 @@ class Comparison:
 
     @property
     def tone(self) -> str:
-        """The colour of the result on the node."""
+        """Return the colour of the result on the node."""
         return "bad" if any(self.broken) else "good" if self.is_hardly_seen else "warn"
 
     @property
@@ -74,7 +74,7 @@ def compare(normal: torch.Tensor, other: torch.Tensor, amplify: int = 0) -> Comp
     """Compare two batches of pictures, (B, H, W, C) of 0 to 1 each.
 
     Args:
-        amplify: factor of the difference picture; 0 chooses one.
+        amplify: factor of the difference picture; 0 chooses it.
 
     Raises:
         ValueError: they have not the same size; the text is for the user.

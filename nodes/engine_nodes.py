@@ -130,7 +130,7 @@ class TRTVAEEngine(_BuildingNode):
 
 
 def _lines(handles: list[EngineHandle], when_missing: str, node_input: NodeInput) -> list[str]:
-    """Build what several handles need, and return a line for each."""
+    """Order the builds of several handles, and return a line for each."""
     texts = build(handles, when_missing, node_input.order)
     return [f"{handle.network.label}: {text}" for handle, text in zip(handles, texts, strict=True)]
 

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class NotCopied:
-    """Is its own deep copy: sessions, graphs and streams exist once, and copies of their holders share them."""
+    """Has itself as its deep copy: sessions, graphs and streams exist once, and copies of their holders share them."""
 
     def __deepcopy__(self, _memo: dict[int, Any]) -> NotCopied:
         return self

@@ -72,7 +72,7 @@ class CallTimes:
 
     @classmethod
     def together(cls, parts: Iterable[CallTimes]) -> CallTimes:
-        """Return the times of several networks, one after another."""
+        """Return the times of several networks in turn."""
         all_times = cls(torch.device("cpu"))
         all_times._spans = [span for part in parts for span in part._spans]
         return all_times

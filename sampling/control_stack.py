@@ -108,7 +108,7 @@ def run_stacks_at_once(
 ) -> Any:
     """Run stacks of engine-backed ControlNets as one; a CALC_COND_BATCH wrapper.
 
-    The stacks enter the conditionings behind all wrappers, also behind wrappers that come after this one.
+    The stacks enter the conditionings behind all wrappers, also behind wrappers that come after this.
 
     Args:
         backbone: its engine starts beside the ControlNets if it can; see ``LateControl``.
@@ -298,7 +298,7 @@ def _start(sessions: list[Session], x_noisy: torch.Tensor, at_least: int = 2) ->
 def _own_stream(session: Session, start: torch.cuda.Event | None) -> Iterator[torch.cuda.Stream | None]:
     """Use the session's stream from ``start`` on; without a start, stay on the current stream.
 
-    Inputs need no further care: the current stream goes on after the end of this one.
+    Inputs need no further care: the current stream goes on after the session's stream has ended.
     """
     stream = session.stream
     if start is None or stream is None:
@@ -346,12 +346,12 @@ def _scale(tensors: list[torch.Tensor], strength: float | torch.Tensor) -> None:
 
 def _with(result: Control, tensors: list[torch.Tensor]) -> Control:
     """Return the residuals with other tensors, given in the order of ``_flat``."""
-    instead = {id(tensor): other for tensor, other in zip(_flat(result), tensors, strict=True)}
-    return {kind: [instead[id(tensor)] for tensor in places] for kind, places in result.items()}
+    replaced = {id(tensor): other for tensor, other in zip(_flat(result), tensors, strict=True)}
+    return {kind: [replaced[id(tensor)] for tensor in places] for kind, places in result.items()}
 
 
 def _flat(result: Control) -> list[torch.Tensor]:
-    """Return the residuals of a ControlNet, each once: one tensor may be in several places."""
+    """Return the residuals of a ControlNet, each once: a tensor may be in several places."""
     return list({id(tensor): tensor for places in result.values() for tensor in places}.values())
 
 

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 
 def native_controlnet(controlnet: ControlNet) -> ControlNet:
-    """Return the native CONTROL_NET behind an engine-backed one, or the given one."""
+    """Return the native CONTROL_NET behind an engine-backed CONTROL_NET, or the given object."""
     if isinstance(getattr(controlnet, "control_model", None), EngineControlModel):
         native = controlnet.copy()
         native.control_model = controlnet.control_model.native

@@ -96,7 +96,7 @@ class EngineHandle(NotCopied):
 
     @property
     def session(self) -> Session | None:
-        """The open engine, or None when there is none."""
+        """Return the open engine, or None when there is none."""
         return self.patcher.model.session
 
     @property

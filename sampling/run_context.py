@@ -146,7 +146,7 @@ def others_take_part(guider: Any, given: Iterable[Any]) -> bool:
         return True
     seen: set[int] = set()
     parts = [*given, *(getattr(value, "__dict__", {}) for value in given), type(guider), guider.model_options]
-    return any(_has_stranger(part, seen) for part in (*parts, _controls(guider)))
+    return any(_has_foreign(part, seen) for part in (*parts, _controls(guider)))
 
 
 def _is_stock(owner: types.ModuleType | type) -> bool:
@@ -166,13 +166,13 @@ def _controls(guider: Any) -> list[Any]:
     return [part for cond in conds for part in (cond.get("control"), cond.get("hooks")) if part is not None]
 
 
-def _has_stranger(value: Any, seen: set[int]) -> bool:
+def _has_foreign(value: Any, seen: set[int]) -> bool:
     """Find another pack's function or object in a value, and in dicts and sequences at any depth."""
     if value is None or isinstance(value, bool | int | float | str | bytes | torch.Tensor) or id(value) in seen:
         return False
     seen.add(id(value))
     if isinstance(value, Mapping):
-        return any(_has_stranger(part, seen) for part in value.values())
+        return any(_has_foreign(part, seen) for part in value.values())
     if isinstance(value, list | tuple | set | frozenset):
-        return any(_has_stranger(part, seen) for part in value)
+        return any(_has_foreign(part, seen) for part in value)
     return not is_known(value)

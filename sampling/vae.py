@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 def native_vae(vae: VAE) -> VAE:
-    """Return the native VAE behind an engine-backed one, with what other packs have patched, or the given one."""
+    """Return the native VAE behind an engine-backed VAE, with other packs' patches, or the given object."""
     model = vae.first_stage_model
     if not isinstance(model, EngineVAEModel):
         return vae

@@ -70,7 +70,7 @@ class FrameInputs:
 
 @dataclass(frozen=True)
 class Made:
-    """The pixels of a frame (1, H, W, 3); where frames are in work, also their latents after the step, and its own."""
+    """The pixels of a frame (1, H, W, 3); of frames in work also the finished latent, and ``work`` after the step."""
 
     pixels: torch.Tensor
     latent: torch.Tensor | None = None

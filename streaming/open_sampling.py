@@ -128,7 +128,7 @@ class OpenSampling(comfy.samplers.Sampler):
         Args:
             latent: latent of the new frame, which has its first step.
             noise: its noise at the start; ``steps`` has the noise added to the frames after each step.
-            work: latents of the frames before, the newest first, each a step further than the next newer one.
+            work: latents of the frames before, the newest first, each a step further than the next newer latent.
         """
         guider = self._guider
         schedule, sampling = self._schedule_of(settings, work.device), guider.inner_model.model_sampling
@@ -329,7 +329,7 @@ def _where_read(sampler_name: str, sigmas: torch.Tensor) -> torch.Tensor:
 
 
 def why_one_by_one(model: ModelPatcher, conds: dict[str, Conditioning]) -> str:
-    """Return why each frame of a stream has to be a sampling of its own, a sentence; empty if they may share one."""
+    """Return why each frame has to be a sampling of its own, a sentence; empty if frames may share a sampling."""
     why = _why_apart(model, conds)
     return f"Each frame was a sampling of its own, which takes longer: {why}." if why else ""
 

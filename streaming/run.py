@@ -96,7 +96,7 @@ def prompt_times(prompt_id: str, nodes: Collection[str]) -> list[FrameTimes]:
 
 @dataclass
 class _Started:
-    """A frame in work, or one whose picture the device may still compute.
+    """A frame in work, or a frame whose picture the device may still compute.
 
     Attributes:
         begun: time at which the host began the frame.

@@ -72,7 +72,7 @@ class StepBatch:
     def inputs(
         self, new: InWork, strengths: Mapping[int, torch.Tensor], prompts: Mapping[str, torch.Tensor]
     ) -> FrameInputs:
-        """Return the inputs of a call that takes all frames a step further, the new one its first."""
+        """Return the inputs of a call that takes all frames a step further; the new frame's first."""
         if not self._frames:
             self._frames = [replace(new, key=None)] * (self._steps - 1)
         frames = [new, *self._frames]
