@@ -10,7 +10,6 @@ from comfy.model_patcher import ModelPatcher
 from comfy_api.latest import io, ui
 
 from ..comfy_model.network import NativeNetwork
-from ..comfy_model.weight_patches import WeightPatches
 from ..engine_library import Fallback, Reason, Unavailable
 from ..node_names import CONTROL_INPUTS
 from ..page_api.workflow_graph import model_name
@@ -147,10 +146,10 @@ class TRTSamplerPatch(io.ComfyNode):
         if engine is None:
             return cls._without_engine(model)
         engine, refusal = _for_model(model, engine)
-        between = None if refusal is not None else _patch_between(model, engine)
-        text = (refusal or between).sentence() if refusal or between else status(engine)
+        fallback = refusal or engine.why_not_patched_so(model)  # each call checks again
+        text = status(engine) if fallback is None else fallback.sentence()
         log.info("Hybrid TRT: %s", text.replace("\n", ": "))
-        native = refusal is not None or between is not None or lacks_pictures(engine)
+        native = fallback is not None or lacks_pictures(engine)
         return io.NodeOutput(patch_model(model, engine, refusal), ui={"text": [text], "native": [native]})
 
     @classmethod
@@ -176,13 +175,3 @@ def _for_model(model: ModelPatcher, engine: EngineHandle) -> tuple[EngineHandle,
     if not same or not engine.follows_patches and network.weights_hash() != engine.network.weights_hash():
         return engine, Fallback(Reason.OTHER_MODEL, f"the engine is that of {engine.network.label}")
     return engine.like(network), None  # other nodes may have changed only this model's layers
-
-
-def _patch_between(model: ModelPatcher, engine: EngineHandle) -> Fallback | None:
-    """Return why an engine with weights of its own, or any engine, must not serve a model; each call checks again."""
-    if (fallback := engine.network.other_dtype(model)) is not None:
-        return fallback
-    theirs = engine.network.patcher
-    if engine.follows_patches or theirs.model is not model.model:
-        return None
-    return WeightPatches(theirs).difference_on(model)

@@ -225,8 +225,9 @@ class BackboneRouter(NotCopied):
         self.reached.calls += 1
         given = by_name(forward_arguments(type(_uncompiled(called_on))), args, kwargs)
         if on_several_gpus(given.get("transformer_options") or {}):
-            handle.serve(self._refusal or SEVERAL_GPUS, _never)
-            return run_native(lambda: native(*args, **kwargs), handle.stats, handle.network.device)
+            stats = handle.begin_run()
+            stats.count_native(self._refusal or SEVERAL_GPUS)
+            return run_native(lambda: native(*args, **kwargs), stats, handle.network.device)
         stats = open_stats(Role.BACKBONE.value, SECOND_MODEL, handle.node_id, device=handle.network.device)
         stats.count_native(Fallback(Reason.OTHER_MODEL, "the call is for another model, or a copy of ours"))
         with timed(stats.times):
@@ -320,10 +321,6 @@ def _compile_key() -> str | None:
     from comfy_api.torch_helpers.torch_compile import TORCH_COMPILE_KWARGS
 
     return TORCH_COMPILE_KWARGS
-
-
-def _never() -> EngineCall:
-    raise AssertionError("nothing is bound for a call that is refused")
 
 
 def _uncompiled(unet: torch.nn.Module) -> torch.nn.Module:
