@@ -119,5 +119,5 @@ def frame() -> io.Schema:
             ),
         ],
         outputs=[io.Image.Output("frame", display_name="frame", tooltip="To the nodes that make a control image.")],
-        hidden=None,
+        hidden=[],
     )
