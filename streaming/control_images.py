@@ -71,7 +71,7 @@ class ControlImages:
         for control, strength in zip(self.controls, strengths, strict=False):
             control.strength = float(strength)
 
-    def why_apart(self) -> str:
+    def why_no_batch(self) -> str:
         """Return why one call cannot have the hints of several frames at several steps; empty if it can."""
         if any(tuple(control.timestep_percent_range) != (0.0, 1.0) for control in self.controls):
             return "a ControlNet acts on a part of the steps"
@@ -131,21 +131,22 @@ class ControlImages:
             given = self._given[place]
             if given is None:
                 continue
-            index = number % given.shape[0]
-            source = (index, given) if self._follow == AS_CONNECTED and place not in made else (number, None)
-            size = None if latent is None else tuple(latent.shape[2:])
-            if self._set[place] == (source[0], size) and source[1] is not None and size is not None:
-                continue  # the same image as before
-            self._set[place] = (source[0], size)
-            of_frame = made.get(place, frame if edges is None else edges)
-            image = given[index : index + 1] if source[1] is not None else _as_hint(of_frame)
+            if self._follow == AS_CONNECTED and place not in made:
+                index = number % given.shape[0]
+                known = None if latent is None else (index, tuple(latent.shape[2:]))
+                if known is not None and self._set[place] == known:
+                    continue  # the same image as before
+                image = given[index : index + 1]
+            else:
+                known, image = None, _as_hint(made.get(place, frame if edges is None else edges))
+            self._set[place] = known
             control.cond_hint_original = image
             control.cond_hint = control.extra_concat = None
             self.hints.pop(place, None)
             if latent is not None and takes_plain_hint(control):
                 follows = self._follow == THE_FRAME and place not in made
-                known = _as_hint(there) if follows and there is not None else None
-                self.hints[place] = self._hint(control, image, latent, known)
+                uploaded = _as_hint(there) if follows and there is not None else None
+                self.hints[place] = self._hint(control, image, latent, uploaded)
                 give_hint(control, latent, self.hints[place])
 
     def _hint(

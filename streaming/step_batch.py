@@ -96,7 +96,7 @@ class StepBatch:
         return known[1]
 
 
-def why_apart(model: ModelPatcher, conds: Mapping[str, Conditioning], sampler_name: str) -> str:
+def why_no_batch(model: ModelPatcher, conds: Mapping[str, Conditioning], sampler_name: str) -> str:
     """Return why the steps of several frames cannot be one batch, a part of a sentence; empty if they can."""
     if sampler_name not in STEPS_AS_BATCH:
         return f"the sampler is neither {' nor '.join(STEPS_AS_BATCH)}"

@@ -34,7 +34,7 @@ from .frame_vae import FrameVAE
 from .frames import LEAST_DENOISE, Changes, Settings, upload
 from .open_sampling import Noise, OpenSampling, why_one_by_one
 from .prompt_inputs import Prompts
-from .step_batch import InWork, StepBatch, why_apart
+from .step_batch import InWork, StepBatch, why_no_batch
 
 if TYPE_CHECKING:
     from comfy.model_patcher import ModelPatcher
@@ -157,16 +157,16 @@ class Stream:
             self._decided_for = decided_for
             steps, self._batch, self.steps_apart = self._open.steps_of(self.settings), None, ""
             if steps > 1:
-                why = self._why_apart(shape)
+                why = self._why_no_batch(shape)
                 self.steps_apart = why and f"Frames were sampled one after another: {why}."
                 prompts = 1 if self.settings.cfg == 1 else 2
                 self._batch = None if why else StepBatch(steps, prompts, shape, self._model.load_device)
         return self._batch is not None
 
-    def _why_apart(self, shape: tuple[int, ...]) -> str:
+    def _why_no_batch(self, shape: tuple[int, ...]) -> str:
         if self._kept is not None:
             return "pictures depend on the frames before"
-        why = why_apart(self._model, self._conds, self.settings.sampler_name) or self.controls.why_apart()
+        why = why_no_batch(self._model, self._conds, self.settings.sampler_name) or self.controls.why_no_batch()
         if why:
             return why
         if not self._open.ends_clean(self.settings):
