@@ -109,7 +109,7 @@ class BatchSource:
         pictures: the pictures so far, (frames, H, W, 3); None before the first.
     """
 
-    def __init__(self, images: torch.Tensor, progress: Callable[[int], None] = lambda done: None):
+    def __init__(self, images: torch.Tensor, progress: Callable[[int], None]):
         """
         Args:
             progress: called with the number of pictures so far.
