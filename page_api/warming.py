@@ -22,7 +22,7 @@ import nodes
 
 from ..node_names import REPORT
 from ..sampling.call_stats import prompt_stats
-from ..saved_workflows.api_format import is_prompt
+from ..saved_workflows.to_prompt import is_prompt
 from .build_orders import WARM, queued
 from .prompt_errors import failure, refusal
 

@@ -18,7 +18,7 @@ from comfy_execution.graph_utils import is_link
 from ..architectures import patch_nodes
 from ..architectures.shapes import VAE_SETTINGS, Picture
 from ..node_names import ACCELERATE, CONTROLNET_ENGINE, STREAM, UNET_ENGINE, VAE_ENGINE, WHEN_MISSING
-from ..streaming.settings import STEPS_AS_BATCH
+from ..streaming.frames import STEPS_AS_BATCH
 from .read_graph import class_of, inputs_of, is_node, node_of, nodes_of
 
 MODEL_NAME_INPUTS = ("unet_name", "ckpt_name", "control_net_name", "vae_name", "model_name")

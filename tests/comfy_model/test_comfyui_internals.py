@@ -263,7 +263,7 @@ def test_the_pack_loads_without_all_that_a_feature_needs_and_pictures_are_native
         assert all((handle.stats.engine, handle.stats.native) == (STEPS, 0) for handle in handles)
         assert len(runs) == (0 if its.Feature.STACKS in off else STEPS - 1)
         if feature.name == "BUILDS":
-            loaded(again, "nodes.building").build_as_requested(handles[-1], again=True)
+            loaded(again, "nodes.building").build(handles[-1], None, again=True)
             assert "command line" in loaded(again, "sampling.engine_status").status(handles[-1])
         if feature.name == "QUEUE":
             assert loaded(again, "page_api.build_orders").running_pictures() == ""

@@ -21,8 +21,7 @@ from hybrid_trt.sampling.engine_handle import EngineChoice, EngineHandle
 from hybrid_trt.sampling.vae import vae_with_engines
 from hybrid_trt.streaming import frame_graph
 from hybrid_trt.streaming.frame_graph import FrameGraph
-from hybrid_trt.streaming.frames import Frame
-from hybrid_trt.streaming.settings import THE_FRAME, Settings
+from hybrid_trt.streaming.frames import THE_FRAME, Frame, Settings
 from hybrid_trt.streaming.stream import Stream
 from patched import PROFILE, Patched, load
 
