@@ -96,7 +96,10 @@ def save_latent(latent: dict, name: str) -> io.NodeOutput:
     path = folder / f"{name}.npy"
     if path.parent != folder:
         raise ValueError(f"a latent's name is no path: {name!r}")
-    values = latent["samples"].detach().to("cpu", torch.float32).numpy()
+    found = latent["samples"]
+    if found.is_nested:  # a video and its sound
+        found = torch.cat([part.flatten() for part in found.unbind()])
+    values = found.detach().to("cpu", torch.float32).numpy()
     temporary = path.with_suffix(".tmp")
     with temporary.open("wb") as file:
         numpy.save(file, values)
