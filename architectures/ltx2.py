@@ -31,6 +31,8 @@ BASE, WITH_PROMPT = 6, 9
 """Shifts, scales and gates of a block, without and with those of the attention to the prompt."""
 FOLDS = "linear_input_act" in FeedForward.forward.__code__.co_names
 """True for versions of ComfyUI that fold the activation into the linear layer behind it."""
+SEEN_LATER = "rms_adaln" in BasicAVTransformerBlock.forward.__code__.co_names
+"""True for versions in which sound attends to the video as it is after that has attended to sound."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +51,7 @@ class LTX2(ImageTokenSizes):
     patch = 1
     usual_prompt = 1024
     free: ClassVar[Mapping[str, Range]] = {
-        "B": Range(1, 2, 16), "N": Range(1, 1000, 1 << 18), "T": Range(1, 130, MOST["max_tokens"]),
+        "B": Range(1, 2, 16), "N": Range(2, 1000, 1 << 18), "T": Range(1, 130, MOST["max_tokens"]),
         "A": Range(1, 59, 1 << 14), "K": Range(2, 31, 1 << 18), "L": Range(2, 17, 1 << 14), "G": Range(0, 37, 1 << 17)}
     named: ClassVar[Mapping[str, Symbol]] = {
         **ImageTokenSizes.named, "A": Symbol("sound tokens"), "K": Symbol("clocks", of_picture=False),
@@ -115,7 +117,11 @@ class LTX2(ImageTokenSizes):
 
     def _of_picture(self, picture: Picture) -> dict[str, int]:
         frames = (picture.length - 1) // EACH + 1
-        return {"N": frames * super()._of_picture(picture)["N"], "A": round(picture.length / SECOND * SECOND)}
+        return {"N": frames * super()._of_picture(picture)["N"], "A": picture.length}
+
+    def _sides(self, call: Mapping[str, int]) -> Sequence[int]:
+        """See ``NetworkSizes``: the tokens of a video tell no sides."""
+        return []
 
     def _picture_words(self, call: Mapping[str, int]) -> list[str]:
         """See ``NetworkSizes``: ``14080 video tokens``."""
@@ -404,6 +410,7 @@ def _block(
     x = torch.addcmul(x, _attention(
         block.audio_to_video_attn, cross.scaled(seen, 0, 1), cross_sound.scaled(said, 0, 1), video.pe_cross,
         sound.pe_cross, split), gate)  # fmt: skip
+    seen = _normed(x) if SEEN_LATER else seen
     heard = torch.addcmul(heard, _attention(
         block.video_to_audio_attn, cross_sound.scaled(said, 2, 3), cross.scaled(seen, 2, 3), sound.pe_cross,
         video.pe_cross, split), gate_sound)  # fmt: skip

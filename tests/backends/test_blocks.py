@@ -45,7 +45,7 @@ SIZES = {"B": (1, 2, 3), "F": (1, 2, 5), "R": (1, 4, 7, 12), "C": (5, 3, 8), "N"
          "A": (8, 1, 25), "K": (0, 13, 6)}  # fmt: skip
 KINDS = {"flux": 2, "klein": 2, "zimage": 1, "tiny_qwen_image": 2, "tiny_krea2": 2, "tiny_anima": 1, "tiny_wan": 1,
          "tiny_wan_i2v": 1, "tiny_wan_vace": 3, "tiny_hunyuan_video15": 2, "tiny_hunyuan_video": 2,
-         "tiny_minimax_h3": 1, "tiny_minimax_h3_pruned": 1}  # fmt: skip
+         "tiny_minimax_h3": 1, "tiny_minimax_h3_pruned": 1, "tiny_ltx2": 2, "tiny_ltx23": 2}  # fmt: skip
 """Networks -> the kinds of their blocks."""
 IN_CI = ("flux", "tiny_qwen_image", "tiny_wan_vace")
 
@@ -131,7 +131,9 @@ def calls(symbols: set[str]) -> list[dict[str, int]]:
     """24 calls in which every size of ``SIZES`` comes, in ever other company."""
     turning = {symbol: itertools.cycle(sizes) for symbol, sizes in SIZES.items() if symbol in symbols}
     found = [{symbol: next(sizes) for symbol, sizes in turning.items()} for _ in range(24)]
-    return [call | ({"C": 32 * call["N"] - 1} if {"N", "C"} <= symbols else {}) for call in found]
+    groups, guides = {"N", "C"} <= symbols, {"N", "G"} <= symbols
+    return [call | ({"C": 32 * call["N"] - 1} if groups else {}) | ({"N": call["N"] + call["G"]} if guides else {})
+            for call in found]  # fmt: skip
 
 
 @COMPILES

@@ -6,10 +6,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from comfy.model_patcher import ModelPatcher
 from family_contract import Call, Family, Prompt, Random, Sizes, drawing
 from hybrid_trt.architectures.shapes import Picture
 from hybrid_trt.comfy_model.network import NativeNetwork
-from token_calls import replace_attention, replace_block
+from token_calls import replace_attention, uneven
 
 FILE, TURNED, LTX23, WIDTH = "tiny_ltx2", "tiny_ltx2_interleaved", "tiny_ltx23", 96
 Video = tuple[int, int, int]
@@ -52,6 +53,16 @@ def reference(random: Random, _size: Video) -> dict[str, Any]:
     return {"ref_audio": {"tokens": random(1, 3, 128)}}
 
 
+def replace_video(model: ModelPatcher) -> None:
+    """Have the first block change its video."""
+
+    def changed(given: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
+        video, sound = more["original_block"](given)["img"]
+        return {"img": (uneven(video), sound)}
+
+    model.set_model_patch_replace(changed, "dit", "double_block", 0)
+
+
 def call(
     file: str = FILE, batch: int = 1, size: Video = (3, 4, 5), words: int = 9, sound: int = 5,
     entries: Entries = lambda random, size: {}, **more: Any,
@@ -90,7 +101,7 @@ FAMILY = Family(
         "2.3, first frame and reference": call(LTX23, entries=lambda random, size: {
             **reference(random, size), "denoise_mask": first_frame(random, size)["denoise_mask"]}),
     },
-    unlike={"text": ("a guide", "a weighted guide", "a reference of one sound")},
+    unlike={"text": ("a guide", "a weighted guide")},
     half={name: [torch.bfloat16] for name in (
         "text", "first frame", "a weighted guide", "2.3", "neighbouring features")},
     float32=("times", "sound_times", "clocks", "sound_clocks"),
@@ -113,8 +124,9 @@ FAMILY = Family(
     },
     loras={"text": ("transformer_blocks.0.attn1.to_q", "transformer_blocks.1.audio_ff.net.2")},
     patched=["text"],
-    patches={"dit replaced": replace_block, "attention": replace_attention},
+    patches={"dit replaced": replace_video, "attention": replace_attention},
     sizes={FILE: Sizes(
-        (Picture(1280, 704, (1,), length=121),), "up to 1 image, 256 to 1280 px, 1024 tokens", "",
+        (Picture(1280, 704, (1,), length=121),), "1 image, 1024 tokens",
+        "14080 video tokens, 1024 tokens", sampled={"N": 132, "A": 81}, length=81,
     )},
 )  # fmt: skip
