@@ -292,7 +292,7 @@ FILE_MARKS = ("audio_patch_proj.",)
 NEEDS = (
     "comfy.ldm.minimax.model:DiTBlock",
     "comfy.ldm.minimax.model:MiniMaxH3Model._forward"
-    "(self, x, timestep, context, transformer_options, minimax_payload, **)",
+    "(self, x, timestep, context, transformer_options, minimax_payload, ..., **)",
     "comfy.ldm.minimax.model:MiniMaxH3Model._cond_audio_rows(self, payload, device)",
     "comfy.ldm.minimax.model:MiniMaxH3Model._cond_video_rows(self, payload, device)",
     "comfy.ldm.minimax.model:MiniMaxH3Model.rope_freqs(self, position_ids, device)",

@@ -92,9 +92,10 @@ class Prompt:
             start, mask = drawn, torch.tensor(self.mask).reshape(1, 1, -1, 1, 1).expand(1, 1, *self.shape[2:])
         extras = ({"pooled_output": random(1, self.pooled)} if self.pooled else {}) | self.entries(random)
         positive, negative = ([[random(1, count, self.width), dict(extras)]] for count in self.words)
+        options = {"noise_mask": mask, **options}
         with torch.inference_mode(), sampling_node():
             found = comfy.sample.sample(
-                model, noise, 3, self.cfg, "euler", "simple", positive, negative, start, noise_mask=mask, seed=7,
+                model, noise, 3, self.cfg, "euler", "simple", positive, negative, start, seed=7,
                 disable_pbar=True, **options)  # fmt: skip
         return torch.cat([t.flatten() for t in found.unbind()]) if self.sound else found
 
