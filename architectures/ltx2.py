@@ -263,7 +263,7 @@ def _at_least_two(times: torch.Tensor, rows: torch.Tensor) -> tuple[torch.Tensor
 def _guides(
     shell: LTXAVModel, video: torch.Tensor, options: Mapping[str, Any], made: Mapping[str, Any]
 ) -> torch.Tensor:
-    """What attention to each weighted guide token is raised by; empty where none is weighted."""
+    """The number that attention to each weighted guide token is raised by; empty where none is weighted."""
     mask = shell._build_guide_self_attention_mask([video], options, made)
     if mask is None:
         return video.new_zeros(0)

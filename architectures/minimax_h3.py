@@ -152,7 +152,7 @@ def _shifts(module: MiniMaxH3Model, call: Mapping[str, Any]) -> tuple[float, flo
 
 
 def _slope(sigma: torch.Tensor, shifts: tuple[float, float]) -> torch.Tensor:
-    """What native multiplies the sound's velocity by; newer versions do so outside of the network."""
+    """The factor of the sound's velocity; newer versions multiply by it outside of the network."""
     slope = getattr(native, "time_shift_slope", None)
     return torch.ones_like(sigma) if slope is None else slope(sigma, *shifts)
 
@@ -275,7 +275,7 @@ class _OnTokens(torch.nn.Module):
         return last.video_out(seen.float()), last.audio_out(said.float())
 
     def _moves(self, times: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """What the time of each clock moves blocks by; pruned networks have it in a table."""
+        """The features of each clock's time that blocks are moved by; pruned networks have them in a table."""
         net = self.net
         if not net.use_adaln_curves:
             return net.time_embedder(times).to(dtype)
