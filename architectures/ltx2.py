@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 import torch
 import torch.nn.functional as F
 from comfy.ldm.lightricks.av_model import BasicAVTransformerBlock, LTXAVModel
+from comfy.ldm.lightricks.model import LTXVModel
 
 from . import Role
 from .calls import Binding, EngineCall, PerImagePass, Unsupported
@@ -71,8 +72,8 @@ class LTX2(ImageTokenSizes):
             TensorSpec("sound_context", dtype, (BATCH, PROMPT, sound_words)),
             TensorSpec("times", "float32", (BATCH, CLOCKS), sample="sigma"),
             TensorSpec("sound_times", "float32", (BATCH, SOUND_CLOCKS), sample="sigma"),
-            TensorSpec("clocks", "float32", (VIDEO,), sample="unit", steady=True),
-            TensorSpec("sound_clocks", "float32", (SOUND,), sample="unit", steady=True),
+            TensorSpec("clocks", "float32", (VIDEO,), sample="unit"),
+            TensorSpec("sound_clocks", "float32", (SOUND,), sample="unit"),
             TensorSpec("pe", dtype, (VIDEO, heads, half, 2), steady=True),
             TensorSpec("pe_sound", dtype, (SOUND, sound_heads, sound_half, 2), steady=True),
             TensorSpec("pe_cross", dtype, (VIDEO, sound_heads, cross, 2), steady=True),
@@ -144,13 +145,20 @@ class _Places:
         self._made: dict[str, torch.Tensor] = {}
 
     def of(
-        self, shell: LTXAVModel, coordinates: Sequence[torch.Tensor], rate: float, dtype: torch.dtype
-    ) -> dict[str, torch.Tensor]:
-        """Return them for coordinates of video and sound, of which all pictures of a batch have the same."""
-        found = [t[:1] for t in coordinates]
-        wanted = (rate, dtype, *((t.shape, t.device) for t in found))
+        self, shell: LTXAVModel, sizes: tuple, rate: float, dtype: torch.dtype,
+        coordinates: Callable[[], Sequence[torch.Tensor]], by_value: bool,
+    ) -> dict[str, torch.Tensor]:  # fmt: skip
+        """Return them for a call.
+
+        Args:
+            sizes: all that coordinates depend on, but for guides.
+            coordinates: gives those of video and sound; all of a batch have the same.
+            by_value: whether guides have places of their own, so that coordinates are compared.
+        """
+        wanted = sizes, rate, dtype, by_value
+        found = [t[:1] for t in coordinates()] if by_value or wanted != self._of else []
         if wanted != self._of or not all(map(torch.equal, found, self._coordinates)):
-            self._of, self._coordinates = wanted, [t.clone() for t in found]
+            self._of, self._coordinates = wanted, [t.clone() for t in found] if by_value else []
             made = [turns for stream in shell._prepare_positional_embeddings(found, rate, dtype) for turns, _ in stream]
             names = ("pe", "pe_cross", "pe_sound", "pe_sound_cross")
             self._made = {name: turns[0][..., 0].contiguous() for name, turns in zip(names, made, strict=True)}
@@ -181,20 +189,29 @@ def _bind(module: LTXAVModel, shell: LTXAVModel, places: _Places, call: Mapping[
         raise Unsupported("a prompt that ComfyUI did not prepare before sampling")
     if torch.is_tensor(x) or len(x) != 2 or not x[1].numel():
         raise Unsupported("a video without sound")
-    more = {**options, **call}
-    for name in ("x", "keyframe_idxs", "denoise_mask"):
-        more.pop(name, None)
-    (video, sound), coordinates, made = shell._process_input(
-        x, call.get("keyframe_idxs"), call.get("denoise_mask"), **more)
-    time, sound_time = _timesteps(call)
-    rate = call.get("frame_rate", SECOND)
+    keyframes, reference = call.get("keyframe_idxs"), call.get("ref_audio")
+    more = {**options, "guide_attention_entries": call.get("guide_attention_entries")}
+    (video, sound), made = _tokens(x), {}
+    if reference is not None:
+        (_, sound), _, made = shell._process_input(x, None, None, ref_audio=reference)
+    guided = keyframes is not None and keyframes.shape[2] > 0
+    if guided:
+        video, of_video, own = LTXVModel._process_input(shell, x[0], keyframes, call.get("denoise_mask"), **more)
+        made = {**made, **own}
+
+    def coordinates() -> Sequence[torch.Tensor]:
+        plain = shell._process_input(x, None, None, ref_audio=reference)[1]
+        return [of_video, plain[1]] if guided else plain
+
+    rate, sizes = call.get("frame_rate", SECOND), (video.shape[1], *x[0].shape[2:], sound.shape[1], video.device)
     inputs = {"video": video, "sound": sound, "guides": _guides(shell, video, options, {**more, **made})}
+    inputs |= places.of(shell, sizes, rate, video.dtype, coordinates, guided)
     inputs["context"], inputs["sound_context"] = context.split(widths, -1)
+    time, sound_time = _timesteps(call)
     frame = x[0].shape[3] * x[0].shape[4]
     inputs["times"], inputs["clocks"] = _clocks(time, video.shape[1], frame, made.get("grid_mask"))
     before = made.get("ref_audio_seq_len", 0)
     inputs["sound_times"], inputs["sound_clocks"] = _clocks_of_sound(sound_time, sound.shape[1], before)
-    inputs |= places.of(shell, coordinates, rate, video.dtype)
     return EngineCall(inputs, partial(_finished, shell, x, made))
 
 
@@ -211,6 +228,11 @@ def _finished(
     heard = heard[:, made.get("ref_audio_seq_len", 0) :]
     sound = shell.a_patchifier.unpatchify(heard, shell.num_audio_channels, shell.audio_frequency_bins)
     return [video.clone(), sound.clone()]
+
+
+def _tokens(x: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Latents of video and sound as tokens, as native's patchifiers make them."""
+    return x[0].flatten(2).transpose(1, 2), x[1].transpose(1, 2).flatten(2)
 
 
 def _timesteps(call: Mapping[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -285,6 +307,7 @@ NEEDS = (
     "comfy.ldm.lightricks.model:CrossAttention",
     "comfy.ldm.lightricks.model:FeedForward",
     "comfy.ldm.lightricks.model:LTXRopeType",
+    "comfy.ldm.lightricks.model:LTXVModel._process_input(self, x, keyframe_idxs, denoise_mask, **)",
     "comfy.ldm.lightricks.model:LTXVModel._build_guide_self_attention_mask"
     "(self, x, transformer_options, merged_args)",
 )
