@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -66,12 +66,19 @@ class Watch:
         return all(bool(torch.isfinite(total)) for total in self._sums.values())
 
 
-def watch(result: torch.Tensor, by_engine: bool = True) -> None:
-    """Add a backbone's result, by native or an engine, to the run's sum. Does not wait for the GPU."""
+def watch(result: torch.Tensor | Sequence[torch.Tensor], by_engine: bool = True) -> None:
+    """Add a backbone's result, by native or an engine, to the run's sum. Does not wait for the GPU.
+
+    Args:
+        result: a tensor; or several, as of video and sound.
+    """
     run = _watch.get()
-    if run is not None and isinstance(result, torch.Tensor):
+    several = result if isinstance(result, list | tuple) else [result]
+    found = [one for one in several if torch.is_tensor(one)]
+    if run is not None and found:
         with outside_recording():
-            run.see(result)
+            for tensor in found:
+                run.see(tensor)
         run.engines = run.engines or by_engine
 
 
