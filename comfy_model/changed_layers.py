@@ -10,6 +10,7 @@ import dataclasses
 import dis
 import functools
 import inspect
+import itertools
 import types
 import weakref
 from collections.abc import Hashable, Iterator, Sequence
@@ -24,8 +25,7 @@ from .. import architectures
 from .attention import preference_class
 from .comfyui_internals import names_used_by
 from .comfyui_shims import is_of_loading
-from .layer_writes import count_writes, writes
-from .replaced_code import replaced_code
+from .whose_code import replaced_code
 
 COMPUTES = frozenset({"forward", "_forward", "_conv_forward", "forward_comfy_cast_weights"})
 """Methods by which layers compute."""
@@ -243,6 +243,37 @@ def _name(module: torch.nn.Module, layer: torch.nn.Module) -> str:
     return next(name for name, found in module.named_modules() if found is layer) or type(module).__name__
 
 
+_write_numbers = itertools.count(1)
+"""Numbers of the writes to layers: torch sets and deletes all layers' attributes in two methods, which count here."""
+_plain_set, _plain_delete = torch.nn.Module.__setattr__, torch.nn.Module.__delattr__
+_latest_write = 0
+
+
+def _counted_set(self: torch.nn.Module, name: str, value: Any) -> None:
+    global _latest_write
+    _plain_set(self, name, value)
+    _latest_write = next(_write_numbers)  # after the write: a reader of the number sees the attribute
+
+
+def _counted_delete(self: torch.nn.Module, name: str) -> None:
+    global _latest_write
+    _plain_delete(self, name)
+    _latest_write = next(_write_numbers)
+
+
+def _count_writes() -> None:
+    """Have torch count from now on; once is enough. Writing to a layer's dicts directly is not counted."""
+    if torch.nn.Module.__setattr__ is _plain_set and torch.nn.Module.__delattr__ is _plain_delete:
+        torch.nn.Module.__setattr__, torch.nn.Module.__delattr__ = _counted_set, _counted_delete
+
+
+def _writes() -> int:
+    """Return the number of the latest write. Where another pack replaced the counting methods, each call is a write."""
+    if torch.nn.Module.__setattr__ is _counted_set and torch.nn.Module.__delattr__ is _counted_delete:
+        return _latest_write
+    return next(_write_numbers)
+
+
 class LayerWatch:
     """Watches one network, and keeps a reference to it."""
 
@@ -250,7 +281,7 @@ class LayerWatch:
         self._module = module
         self._structure: Structure | None = None
         self._clean = False  # whether the last look found the layers of the structure
-        count_writes()
+        _count_writes()
 
     def begin(self, adopt: bool) -> str | None:
         """Check the layers at an engine's look-up; return a change in words, or None. Later looks compare with it.
@@ -260,7 +291,7 @@ class LayerWatch:
         """
         known = structure_of(self._module)
         if not (self._clean and self._structure is known and self._has_the_same()):
-            number, layers = writes(), layers_of(self._module)
+            number, layers = _writes(), layers_of(self._module)
             self._clean = False
             if (what := foreign_layer(self._module, layers)) is not None:
                 return what
@@ -279,7 +310,7 @@ class LayerWatch:
         if self._structure is None:
             return self.begin(adopt=False)
         if not (self._clean and self._has_the_same()):
-            number, layers = writes(), layers_of(self._module)
+            number, layers = _writes(), layers_of(self._module)
             self._clean = False
             what = foreign_layer(self._module, layers) or self._structure.difference(self._module, layers)
             if what is not None:
@@ -317,7 +348,7 @@ class LayerWatch:
 
     def _is_untouched(self) -> bool:
         """True where nobody wrote to a layer or hooked into one. Takes a microsecond or two."""
-        return (writes() == self._written and self._is_unhooked() and list(map(len, self._top)) == self._top_sizes
+        return (_writes() == self._written and self._is_unhooked() and list(map(len, self._top)) == self._top_sizes
                 and self._lists == self._lists_before and self._mutable == self._mutable_before)  # fmt: skip
 
     def _is_unhooked(self) -> bool:
@@ -331,7 +362,7 @@ class LayerWatch:
 
     def _has_the_same(self) -> bool:
         """True where layers have the same classes, parts, settings, methods and names of attributes as before."""
-        number = writes()
+        number = _writes()
         same = (
             self._is_unhooked()
             and list(map(type, self._layers)) == self._types

@@ -1,6 +1,10 @@
-"""Owner of the code of a function or an object: ComfyUI, torch, Python, this pack, or another pack.
+"""Owner of code: ComfyUI, torch, Python, this pack, or another pack; and code of other packs that a network runs.
 
 ``is_known`` asks for any code. The functions for controls ask whether ComfyUI's own code, and no other, computes.
+
+Engines compute as ComfyUI's own code does. Packs replace functions of its modules and methods of its classes for all
+models at once, some for good, some for a single call. ``replaced_code`` notes each such place that a network's forward
+reaches once, by reading the names in its code. Later it compares, which takes microseconds.
 """
 
 from __future__ import annotations
@@ -10,9 +14,16 @@ import inspect
 import os
 import sys
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, field
+from operator import attrgetter, itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ..architectures.calls import APPLY_CONTROL, only_adds_residuals
+from .comfyui_internals import names_in
 
 if TYPE_CHECKING:
     from comfy.controlnet import ControlBase, ControlNet
@@ -174,3 +185,190 @@ def _is_in_comfyui(file: str) -> bool:
 def _file_of(function: Any) -> str | None:
     code = code_of(function)
     return code.co_filename if code is not None else None
+
+
+_FOLLOWED = ("comfy.ldm", "comfy.cldm", "comfy.taesd", "comfy.ops", "torch.nn.modules")
+"""Packages whose functions are read for the names that they use. Engines need no packages for loading."""
+_LOOKED_INTO = (*_FOLLOWED, "comfy.float", "torch", "einops", "math", "comfy_kitchen")
+"""Packages in which a name after a dot is looked up."""
+_CASTS = ("comfy.model_management", "cast_to")
+"""A module of which networks use only some functions, and the start of these functions' names."""
+ATTENTION = "scaled_dot_product_attention"
+"""The function of torch that the attention of ComfyUI and of engines calls in the end."""
+
+_CALLED = ("forward", "decode", "encode", "forward_control_block", "forward_noise_refiner_block", "apply",
+           "encode_conditioning")
+"""Methods that ComfyUI calls from outside: two of VAEs, the others of model patches' networks."""
+
+_MAY_DIFFER: Mapping[tuple[str, str], Callable[[Callable], bool]] = {APPLY_CONTROL: only_adds_residuals}
+"""Places where packs leave harmless functions for good, with a test of harmlessness: they differ only in calls that no
+engine takes."""
+
+_IDLE = frozenset({"run_every_op"})
+"""Functions that compute nothing: this one looks for interrupts."""
+_CHOSEN = "optimized_attention"
+"""Start of the names under which ComfyUI has the attention that the GPU and the user's flags choose."""
+
+_code = attrgetter("__code__")
+
+_noted: dict[frozenset[type], _Places] = {}
+"""The places of networks by the classes of their layers, where all of them are ComfyUI's own."""
+
+
+@dataclass
+class _Places:
+    """The places of a network's code, and the objects that were there.
+
+    Attributes:
+        owners: the namespaces, by their ids.
+        found: of each namespace the names and the objects.
+        classes: namespaces of classes: a method may be put before an inherited one.
+        foreign: another pack's objects that compute something else, in words.
+    """
+
+    owners: dict[int, Mapping[str, Any]] = field(default_factory=dict)
+    found: dict[int, dict[str, Any]] = field(default_factory=dict)
+    classes: list[Mapping[str, Any]] = field(default_factory=list)
+    foreign: list[str] = field(default_factory=list)
+
+    def freeze(self) -> None:
+        """Make ready what ``unchanged`` compares."""
+        self._readers = [(itemgetter(*names), self.owners[owner]) for owner, names in self.found.items()]
+        self._objects = self._now()
+        inner = (_inner(one) for found in self.found.values() for one in found.values())
+        self._functions = [one for one in inner if code_of(one) is not None]
+        self._codes = list(map(_code, self._functions))
+        self._sizes = list(map(len, self.classes))
+
+    def _now(self) -> list[Any]:
+        return [read(space) for read, space in self._readers]
+
+    def unchanged(self) -> bool:
+        """True while the same objects lie in all places. Takes about 5 microseconds."""
+        try:
+            same = self._now() == self._objects  # compares by identity first
+        except KeyError:
+            return False
+        return same and list(map(_code, self._functions)) == self._codes and list(map(len, self.classes)) == self._sizes
+
+    def add(self, owner: Mapping[str, Any], name: str, module: str, qualified: str) -> list[Callable]:
+        """Note a place by its module and the name there; its functions where their code is to be read."""
+        value = owner[name]
+        self.owners[id(owner)] = owner
+        self.found.setdefault(id(owner), {})[name] = value
+        functions = list(wrapped(_inner(value)))
+        stranger = next((one for one in functions if not is_known(one)), None)
+        if stranger is None and _belongs_there(functions[0], name):
+            read = str(getattr(functions[0], "__module__", "")).startswith(_FOLLOWED)
+            return [one for one in functions if read and code_of(one) is not None]
+        who = "another pack" if stranger is None else f"the pack {pack_of(stranger)}"
+        words = f"{who} has replaced {qualified} for all models"
+        same = _MAY_DIFFER.get((module, qualified))
+        if same is None or not same(functions[0]):
+            self.foreign.append(words)
+        return []
+
+
+def replaced_code(kinds: frozenset[type]) -> str | None:
+    """Find code of another pack that layers of some classes compute with; in words, or None.
+
+    Reads that code the first time, in milliseconds; after that it compares, in microseconds.
+    """
+    places = _noted.get(kinds)
+    if places is not None and places.unchanged():
+        return None
+    places = _places_of(kinds)
+    if places.foreign:
+        return places.foreign[0]  # the earlier notes hold again once the code is restored
+    _noted[kinds] = places
+    return None
+
+
+def _places_of(kinds: Collection[type]) -> _Places:
+    """All places that the forward of some classes reaches, directly or through ComfyUI's functions."""
+    places, known, todo = _Places(), set(), []
+    bases = {base for kind in kinds for base in kind.__mro__} - {object, torch.nn.Module}
+    methods: dict[str, list[type]] = {}  # code that calls a method has only the method's name
+    spaces = {base: vars(base) for base in bases}
+    places.classes.extend(spaces.values())
+    for base, space in spaces.items():
+        for name, value in list(space.items()):
+            if callable(inner := _inner(value)) or hasattr(inner, "__get__"):  # a partial method is no callable
+                methods.setdefault(name, []).append(base)
+
+    def reach(owner: Mapping[str, Any], name: str, module: str, qualified: str) -> None:
+        if (module, qualified) not in known and name in owner and name not in _IDLE:
+            known.add((module, qualified))
+            todo.extend(places.add(owner, name, module, qualified))
+            if _is_context(owner[name]):
+                reach_class(owner[name])
+
+    def reach_class(kind: type) -> None:
+        space = vars(kind)
+        places.classes.append(space)
+        for name, value in list(space.items()):
+            if code_of(_inner(value)) is not None:
+                reach(space, name, kind.__module__, f"{kind.__qualname__}.{name}")
+
+    def reach_methods(name: str) -> None:
+        for base in methods.pop(name, ()):
+            reach(spaces[base], name, base.__module__, f"{base.__qualname__}.{name}")
+
+    module_space = vars(torch.nn.Module)
+    for name in ("__call__", "_call_impl", "_wrapped_call_impl"):
+        reach(module_space, name, torch.nn.Module.__module__, f"Module.{name}")
+    reach(vars(torch.nn.functional), ATTENTION, torch.nn.functional.__name__, ATTENTION)
+    for name in _CALLED:
+        reach_methods(name)
+    while todo:
+        function = todo.pop()
+        names = frozenset(names_in(function.__code__))
+        for name in names:
+            reach_methods(name)
+        for owner, name, module in _used_by(function, names):
+            reach(owner, name, module, name)
+    places.freeze()
+    return places
+
+
+def _used_by(function: Callable, names: Collection[str]) -> Iterator[tuple[Mapping[str, Any], str, str]]:
+    """Callables in modules that a function's code names: the namespace, the name and the module's name."""
+    space = function.__globals__
+    todo, seen = [], set()
+    for name in names:
+        value = space.get(name)
+        if isinstance(value, types.ModuleType):
+            todo.append(value)
+        elif callable(value):
+            yield space, name, str(space.get("__name__", ""))
+    while todo:
+        module = todo.pop()
+        if module.__name__ in seen:
+            continue
+        seen.add(module.__name__)
+        looked_into = module.__name__.startswith(_LOOKED_INTO)
+        for name in names:
+            value = vars(module).get(name)
+            if isinstance(value, types.ModuleType):
+                if value.__name__.split(".")[0] in ("comfy", "torch", "comfy_kitchen"):
+                    todo.append(value)
+            elif callable(value) and (looked_into or (module.__name__ == _CASTS[0] and name.startswith(_CASTS[1]))):
+                yield vars(module), name, module.__name__
+
+
+def _belongs_there(value: Any, name: str) -> bool:
+    """Tell whether a known object has the name of its place: packs put ComfyUI's own functions into others' places."""
+    if isinstance(value, type) or name == "__call__":
+        return True
+    own = getattr(value, "__name__", None)  # a partial has none: it gives its function other arguments
+    return own == name or (name.startswith(_CHOSEN) and str(own).startswith("attention_"))
+
+
+def _is_context(value: Any) -> bool:
+    """Tell whether a place holds a class that layers enter around their work: those of newer servers cast so."""
+    return isinstance(value, type) and value.__module__ == "comfy.ops" and hasattr(value, "__enter__")
+
+
+def _inner(value: Any) -> Any:
+    """The function in a class's entry, be it a static method, a class method or a property."""
+    return getattr(value, "__func__", None) or getattr(value, "fget", None) or value
