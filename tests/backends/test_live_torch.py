@@ -24,12 +24,12 @@ from hybrid_trt.backends.torch_inductor import compile_step
 from hybrid_trt.backends.torch_inductor import session as live_torch_session
 from hybrid_trt.backends.torch_inductor.compiled import file_name, sizes_of
 from hybrid_trt.backends.torch_inductor.session import LiveSession
+from hybrid_trt.comfy_model import torch_kernels
 from hybrid_trt.comfy_model.module_copy import plain_copy
 from hybrid_trt.engine_builder.build import build_engine
 from hybrid_trt.engine_builder.order import BuildOrder
 from hybrid_trt.engine_library import Library, Unavailable
 from hybrid_trt.engine_library.engine import relative_error
-from hybrid_trt.sessions import gpu_timing
 from hybrid_trt.sessions.gpu_memory import EVERYTHING
 from hybrid_trt.sessions.per_image_cache import ResultCache
 from live_sessions import PROFILE, SIZES, TORCH, error, given_for, key_folder, opened
@@ -317,12 +317,12 @@ def test_what_a_call_takes_is_measured_and_costs_no_build(monkeypatch: pytest.Mo
         timed.append(call())
         return float(len(timed))
 
-    monkeypatch.setattr(gpu_timing, "milliseconds", milliseconds)  # there is no GPU here
+    monkeypatch.setattr(torch_kernels, "milliseconds", milliseconds)  # there is no GPU here
     figures = compile_step.figures(function, partial(compiled, *weights), given)
     assert (figures["native_ms"], figures["engine_ms"]) == (1.0, 2.0)
     (plain,), replayed = timed
     assert relative_error(replayed["0"], plain) <= 1e-6
-    monkeypatch.setattr(gpu_timing, "milliseconds", lambda _call: 1 / 0)
+    monkeypatch.setattr(torch_kernels, "milliseconds", lambda _call: 1 / 0)
     assert compile_step.figures(function, partial(compiled, *weights), given) == {}
 
 
