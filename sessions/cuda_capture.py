@@ -5,23 +5,30 @@ them is captured with a wait point there. The first half then runs beside the Co
 
 *Graph memory.* A graph that was captured under cudaMallocAsync allocates as it runs. The driver keeps that memory for
 the next replay, and nobody else on the GPU can have it. torch's own allocator keeps it in pools instead.
+
+*Failed captures.* They leave tensors behind: in the frames of their errors, and in modules that stopped half way.
+With torch's own allocator all of them may go. With cudaMallocAsync, which ComfyUI prefers, a tensor made during the
+capture has an address that only the graph can give memory. Freeing it before ends the process, and while it is there
+later captures fail. ComfyUI looks for an interrupt at each layer, so one may come during a capture. CUDA ends such a
+capture well: what was captured runs once, and everything can go. Where CUDA broke the capture off, its tensors stay for
+good: they hold no memory. Later captures may get the same addresses and fail as well. Those shapes run plainly.
 """
 
 from __future__ import annotations
 
 import ctypes
 import functools
+import gc
 import logging
 import os
+import traceback
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, Protocol
 
 import torch
-
-from .failed_capture import Replay, record
 
 log = logging.getLogger(__name__)
 
@@ -30,6 +37,15 @@ RESERVED = 2
 
 _idle_streams: dict[torch.device, list[torch.cuda.Stream]] = {}
 """Streams to use again: each keeps tens of megabytes of work space for good."""
+
+
+_never_freed: list[torch.Tensor] = []
+
+
+class Replay(Protocol):
+    """A captured run: ``replay`` does it again on the same buffers."""
+
+    def replay(self) -> None: ...
 
 
 Capture = Callable[[Callable[[], None]], Replay]
@@ -209,6 +225,99 @@ class CudaCapture:
                 torch.zeros(1, device=self._device)
         except Exception as error:
             log.warning("Hybrid TRT: random numbers on %s may fail until ComfyUI restarts (%s)", self._device, error)
+
+
+def record(
+    body: Callable[[], None],
+    capturing: AbstractContextManager[object],
+    graph: Replay,
+    device: torch.device,
+    leave: Callable[[], None],
+) -> None:
+    """Run a function while it is captured, and leave nothing behind that could end the process if it fails.
+
+    Args:
+        capturing: begins and ends the capture of ``graph``.
+        leave: called where CUDA broke the capture off.
+    """
+    own: BaseException | None = None
+    with _young_objects_kept_young():
+        try:
+            with capturing:
+                try:
+                    body()
+                except BaseException as error:
+                    own = error
+                    raise
+        except BaseException as error:
+            if error is not own:  # CUDA did not end the capture
+                _keep_young_tensors(device)
+                leave()
+            elif not _run_once(graph, device):
+                _keep_young_tensors(device)
+            raise
+        finally:
+            del own
+
+
+def _run_once(graph: Replay, device: torch.device) -> bool:
+    """Run what was captured before an error, so that its tensors have memory; False if that fails."""
+    try:
+        graph.replay()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+    except Exception as error:
+        log.warning("Hybrid TRT: CUDA graphs may fail until ComfyUI restarts, and calls are slower then (%s)", error)
+        return False
+    return True
+
+
+@contextmanager
+def _young_objects_kept_young() -> Iterator[None]:
+    """Let ``gc`` tell the objects that the block makes from all older ones."""
+    collects = gc.isenabled()
+    gc.collect(0)
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
+
+
+def _keep_young_tensors(device: torch.device) -> None:
+    """Keep the tensors that the current block has made for good, where freeing them would end the process."""
+    if not _frees_are_fatal(device):
+        return
+    for tensor in [found for found in gc.get_objects(0) if issubclass(type(found), torch.Tensor)]:
+        if tensor.device.type == device.type:
+            _never_freed.append(tensor)
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(tensor))  # not even when the process ends
+
+
+def _frees_are_fatal(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_allocator_backend() == "cudaMallocAsync"
+
+
+def release_failed_capture(error: BaseException, device: torch.device) -> None:
+    """Empty the frames of a failed capture's error. The caller's own frame keeps what it holds."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    for link in _chain(error):
+        traceback.clear_frames(link.__traceback__)
+        link.__traceback__ = None
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    """Iterate over an error and its causes."""
+    seen: set[int] = set()
+    waiting: list[BaseException | None] = [error]
+    while waiting:
+        link = waiting.pop()
+        if link is not None and id(link) not in seen:
+            seen.add(id(link))
+            waiting += [link.__cause__, link.__context__]
+            yield link
 
 
 def free_idle_memory(device: torch.device) -> None:

@@ -24,13 +24,14 @@ from ..comfy_model.comfyui_shims import outside_recording
 from .cuda_capture import (
     Capture,
     CudaCapture,
+    Replay,
     WaitPoint,
     free_idle_memory,
     in_larger_graph,
+    release_failed_capture,
     wait_for,
     with_wait_point,
 )
-from .failed_capture import Replay, release_failed_capture
 
 log = logging.getLogger(__name__)
 
