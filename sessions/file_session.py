@@ -22,10 +22,9 @@ from ..engine_library.disk import gigabytes
 from .cuda_capture import Capture
 from .cuda_graphs import GraphCache
 from .gpu_memory import EVERYTHING, is_out_of_memory, make_room, no_room, with_room
-from .per_image_cache import LivePerImagePasses
+from .made_inputs import LivePerImagePasses, Zeros
 from .refit import EngineWeights
 from .session import Runner, first_line, misfit, shared
-from .zeros import Zeros
 
 if TYPE_CHECKING:
     from comfy.model_patcher import ModelPatcher

@@ -11,8 +11,7 @@ from comfy import model_management
 
 from ..comfy_model.comfyui_shims import free_memory
 from ..engine_library import Reason, Unavailable
-from .memory_words import says_out_of_memory
-from .session import first_line
+from .session import first_line, says_out_of_memory
 
 log = logging.getLogger(__name__)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import weakref
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol, TypeVar
@@ -235,3 +236,17 @@ def first_line(error: BaseException) -> str:
     """An error in one line."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+
+
+_OUT_OF_MEMORY = (
+    "out of memory", "outofmemory", "no room for the engine", "can't allocate memory", "cannot allocate memory",
+    "failed to allocate memory", "bad_alloc", "bad allocation", "alloc_failed",
+)  # fmt: skip
+"""Words by which torch, ONNX Runtime, TensorRT and C++ say that memory was short."""
+
+
+def says_out_of_memory(error: BaseException) -> bool:
+    """Tell whether an error means that memory was short; most libraries only say so in words."""
+    words = f"{type(error).__name__} {error}".lower()
+    short = isinstance(error, MemoryError) or getattr(error, "errno", None) == errno.ENOMEM
+    return short or any(phrase in words for phrase in _OUT_OF_MEMORY)

@@ -13,7 +13,7 @@ from ...comfy_model.joined_weights import live_weights
 from ...comfy_model.network import NativeNetwork
 from ...comfy_model.torch_kernels import best_attention
 from ...engine_library import Engine
-from ...sessions.per_image_cache import PerImagePasses
+from ...sessions.made_inputs import PerImagePasses
 from . import wiring
 from .compiled import Compiled, lifted
 from .kinds import InBlocks, Kinds

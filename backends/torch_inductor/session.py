@@ -23,8 +23,8 @@ from ...engine_library import Engine, Fallback, Reason, Unavailable
 from ...sessions.cuda_capture import Capture
 from ...sessions.cuda_graphs import GraphCache
 from ...sessions.gpu_memory import EVERYTHING, is_out_of_memory, make_room, need_room, no_room
+from ...sessions.made_inputs import Zeros
 from ...sessions.session import first_line, misfit, refusal_of, refuse, shared
-from ...sessions.zeros import Zeros
 from . import opened_files
 from .compiled import Compiled
 from .network import LiveNetwork, Sizes, frozen

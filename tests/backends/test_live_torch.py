@@ -31,7 +31,7 @@ from hybrid_trt.engine_builder.order import BuildOrder
 from hybrid_trt.engine_library import Library, Unavailable
 from hybrid_trt.engine_library.engine import relative_error
 from hybrid_trt.sessions.gpu_memory import EVERYTHING
-from hybrid_trt.sessions.per_image_cache import ResultCache
+from hybrid_trt.sessions.made_inputs import ResultCache
 from live_sessions import PROFILE, SIZES, TORCH, error, given_for, key_folder, opened
 from small_networks import CPU, native_call, network, with_lora
 

@@ -1,7 +1,11 @@
-"""Per-image passes: the part of a network that works on its control image or prompt alone, run once for all steps."""
+"""Inputs that a session makes: results of per-image passes, and zeros for absent inputs.
+
+A per-image pass is the part of a network that works on its control image or prompt alone. It runs once for all steps.
+"""
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -11,10 +15,10 @@ from typing import TYPE_CHECKING
 import torch
 
 from ..architectures.calls import PerImagePass, Unsupported
-from ..architectures.shapes import ShapeMismatch, bind
+from ..architectures.shapes import Shape, ShapeMismatch, TensorSpec, bind
 from ..comfy_model.joined_weights import live_weights
 from ..comfy_model.network import NativeNetwork
-from ..comfy_model.torch_kernels import laid_out
+from ..comfy_model.torch_kernels import laid_out, strides_of
 from ..engine_library import Reason, Unavailable
 from .cuda_capture import in_larger_graph, read_by_larger_graph
 from .gpu_memory import no_room
@@ -196,3 +200,37 @@ def _explained() -> Iterator[None]:
         yield
     except torch.OutOfMemoryError as error:
         raise no_room("to encode the control image") from error
+
+
+def _contiguous(shape: Shape) -> tuple[int, ...]:
+    return strides_of(shape, torch.contiguous_format)
+
+
+class Zeros:
+    """Zeros of any shape on a device, which nobody writes to. Memory is taken once for each dtype."""
+
+    def __init__(self, device: torch.device, strides: Callable[[Shape], tuple[int, ...]] = _contiguous):
+        """
+        Args:
+            strides: gives the layout for a shape.
+        """
+        self._device = device
+        self._strides = strides
+        self._memory: dict[str, torch.Tensor] = {}
+        self._views: dict[tuple[Shape, str], torch.Tensor] = {}
+
+    def of(self, absent: Sequence[TensorSpec], symbols: Mapping[str, int]) -> dict[str, torch.Tensor]:
+        """Return zeros for these inputs in a call of these sizes, by name."""
+        wanted = [(spec.shape(symbols), spec.dtype) for spec in absent]
+        new = {one for one in wanted if one not in self._views}
+        for shape, dtype in sorted(new, key=lambda one: math.prod(one[0]), reverse=True):  # the largest makes room
+            size, memory = math.prod(shape), self._memory.get(dtype)
+            if memory is None or memory.numel() < size:
+                memory = self._memory[dtype] = torch.zeros(size, dtype=getattr(torch, dtype), device=self._device)
+            self._views[shape, dtype] = memory.as_strided(shape, self._strides(shape))
+        return {spec.name: self._views[one] for spec, one in zip(absent, wanted, strict=True)}
+
+    def clear(self) -> None:
+        """Give the memory back, as soon as nobody else holds it."""
+        self._memory.clear()
+        self._views.clear()
