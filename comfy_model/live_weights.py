@@ -1,4 +1,4 @@
-"""The weights of a live network at stable addresses, following ComfyUI's patcher.
+"""The weights of a live network at stable addresses, following ComfyUI's patcher: those of a companion too.
 
 Two places, decided per tensor each time:
 
@@ -20,7 +20,7 @@ import torch
 from ..architectures.fused_linear import FusedLinear
 from ..engine_library import Reason, Unavailable
 from .module_copy import plain_copy
-from .network import NativeNetwork
+from .network import NativeNetwork, patchers_of
 from .stored_weights import (
     is_quantised,
     quantised_again,
@@ -92,6 +92,9 @@ class FusedWeights:
 class LiveWeights:
     """A plain copy of a native module whose parameters are the live weights. It does not keep the native module.
 
+    Methods take the patcher of the network itself. It leads to the companion's patcher: ComfyUI keeps that in the model
+    patch of the sampled model.
+
     Attributes:
         module: the copy.
         generation: changes whenever a tensor moves; CUDA graphs recorded before are void then.
@@ -103,10 +106,11 @@ class LiveWeights:
         self.dtype = dtype
         self.generation = 0
         self.version = 0
-        self._prefix = network.prefix
+        self._parts = [(start, part.prefix) for start, part in zip(network.starts, network.parts, strict=True)]
+        self._companion = None if network.companion is None else weakref.ref(network.companion.module)
         self._share = share
         self._bound_to: object = None
-        self._edition = 0
+        self._editions: Sequence[int] = (0,) * len(self._parts)
         self._patched: set[str] = set()
         self._shared: dict[str, int] = {}
         self._fused: dict[str, FusedWeights] = {}
@@ -167,18 +171,22 @@ class LiveWeights:
 
         Args:
             thorough: check the address of every shared tensor, and not only ComfyUI's own record of the loading state.
+
+        Raises:
+            Unavailable: the patcher lacks the model patch, or another node took a weight out of the model.
         """
-        state = self._state(patcher)
+        patchers = self._patchers(patcher)
+        state = tuple(map(self._state, patchers))
         if state == self._bound_to and not (thorough and self._moved()):
             return
         with torch.inference_mode(False), torch.no_grad():
-            self._bind(patcher)
+            self._bind(patchers)
         self._bound_to = state
         self.version += 1
 
     def missing(self, patcher: ModelPatcher) -> int:
         """Bytes that ``sync_from`` would allocate for owned weights."""
-        shareable = self._shareable(patcher)
+        shareable = self._shareable(self._patchers(patcher))
         size = 0
         for name, parameter in self._parameters():
             if parameter.is_meta and name not in shareable:
@@ -197,6 +205,9 @@ class LiveWeights:
         self.generation += 1
         self.version += 1
 
+    def _patchers(self, patcher: ModelPatcher) -> tuple[ModelPatcher, ...]:
+        return patchers_of(patcher, None if self._companion is None else self._companion())
+
     def _state(self, patcher: ModelPatcher) -> tuple:
         model = patcher.model
         own = (version_of(patcher), edition_of(patcher))
@@ -207,41 +218,44 @@ class LiveWeights:
     def _moved(self) -> bool:
         return any(self._native_tensor(name).data_ptr() != address for name, address in self._shared.items())
 
-    def _bind(self, patcher: ModelPatcher) -> None:
+    def _bind(self, patchers: Sequence[ModelPatcher]) -> None:
         self._bytes = (-1, 0)  # should this fail half-way
-        shareable = self._shareable(patcher)
+        shareable = self._shareable(patchers)
         moved, patched, shared = False, set(), {}
-        edited, self._edition = self._edition != edition_of(patcher), edition_of(patcher)
+        before, self._editions = self._editions, tuple(map(edition_of, patchers))
         for whole in self._wholes():
             if whole.names[0] in shareable:
                 whole.lend([self._native_place(name) for name in whole.names])
             else:
                 whole.keep()
-        entries, cast = weights_with_patches(patcher, self._prefix), cast_when_called(patcher)
-        for key in list(entries):
-            # popped: else tensors with a new layout would exist twice until the end
-            original, *patches = entries.pop(key)
-            patches = acting(patches)
-            native = key[len(self._prefix) :]
-            names = [name for name in self._names.get(native, ()) if name in self._places]  # a buffer has none
-            if shareable.issuperset(names):
-                for name in names:
-                    live = self._laid_out(name)
-                    if self._shared.get(name) != live.data_ptr():
-                        self._put(name, live)
-                        moved = True
-                    shared[name] = live.data_ptr()
-                continue
-            fresh = any(self._parameter(name).is_meta or name in self._shared for name in names)
-            if fresh:
-                for name in names:
-                    self._own(name)
-                moved = True
-            if patches:
-                patched.add(native)
-            if fresh or edited or patches or native in self._patched:
-                for name, value in self._values(patcher, key, original, patches, cast.get(key)).items():
-                    self._parameter(name).copy_(value)
+        for (start, prefix), patcher, was, edition in zip(self._parts, patchers, before, self._editions, strict=True):
+            entries, cast = weights_with_patches(patcher, prefix), cast_when_called(patcher)
+            for key in list(entries):
+                # popped: else tensors with a new layout would exist twice until the end
+                original, *patches = entries.pop(key)
+                patches = acting(patches)
+                native = start + key[len(prefix) :]
+                names = [name for name in self._names.get(native, ()) if name in self._places]  # a buffer has none
+                if shareable.issuperset(names):
+                    for name in names:
+                        live = self._laid_out(name)
+                        if self._shared.get(name) != live.data_ptr():
+                            self._put(name, live)
+                            moved = True
+                        shared[name] = live.data_ptr()
+                    continue
+                fresh = any(self._parameter(name).is_meta or name in self._shared for name in names)
+                if fresh:
+                    for name in names:
+                        self._own(name)
+                    moved = True
+                if patches:
+                    patched.add(native)
+                if fresh or was != edition or patches or native in self._patched:
+                    value = self._value(patcher, key, original, patches, cast.get(key))
+                    tensors = tensors_of(native.rpartition(".")[2], value).values()
+                    for name, tensor in zip(names, tensors, strict=True):
+                        self._parameter(name).copy_(tensor)
         for whole in self._wholes():
             whole.place()
         if (lacking := next((name for name, parameter in self._parameters() if parameter.is_meta), None)) is not None:
@@ -249,25 +263,22 @@ class LiveWeights:
         self._patched, self._shared = patched, shared
         self.generation += moved
 
-    def _values(
+    def _value(
         self, patcher: ModelPatcher, key: str, original: tuple, patches: list[tuple], cast: torch.dtype | None
-    ) -> dict[str, torch.Tensor]:
-        """The values of a native weight's parameters here, by name."""
-        if not is_quantised(original[0]):
-            value = value_of(key, original, patches, self.device, cast, rounded_when_called(patcher, key))
-        else:
-            value = quantised_again(patcher, key, original, patches, self.device, self.dtype)
-        path, _, leaf = key[len(self._prefix) :].rpartition(".")
-        return {f"{path}.{name}" if path else name: tensor for name, tensor in tensors_of(leaf, value).items()}
+    ) -> torch.Tensor:
+        """Return a weight as the native layer has it, quantised ones quantised again."""
+        if is_quantised(original[0]):
+            return quantised_again(patcher, key, original, patches, self.device, self.dtype)
+        return value_of(key, original, patches, self.device, cast, rounded_when_called(patcher, key))
 
     def _shares(self, patcher: ModelPatcher) -> bool:
         return self._share and not patcher.is_dynamic() and _holds_its_patches(patcher)
 
-    def _shareable(self, patcher: ModelPatcher) -> set[str]:
+    def _shareable(self, patchers: Sequence[ModelPatcher]) -> set[str]:
         """The native parameters that can be shared; of fused or quantised layers all or none."""
-        if not self._shares(patcher):
-            return set()
-        found = {name for name in self._places if self._can_share(name)}
+        parts = zip(self._parts, patchers, strict=True)
+        starts = tuple(start for (start, _), patcher in parts if self._shares(patcher))
+        found = {name for name in self._places if name.startswith(starts) and self._can_share(name)}
         for names in self._names.values():
             if not found.issuperset(names):
                 found.difference_update(names)

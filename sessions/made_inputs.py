@@ -16,7 +16,7 @@ import torch
 
 from ..architectures.calls import PerImagePass, Unsupported
 from ..architectures.shapes import Shape, ShapeMismatch, TensorSpec, bind
-from ..comfy_model.joined_weights import live_weights
+from ..comfy_model.live_weights import LiveWeights
 from ..comfy_model.network import NativeNetwork
 from ..comfy_model.torch_kernels import laid_out, strides_of
 from ..engine_library import Reason, Unavailable
@@ -164,7 +164,7 @@ class LivePerImagePasses:
             ReplacedForward: another node replaced a part of the network.
         """
         dtype = getattr(torch, precision)
-        self._weights = live_weights(network, dtype, share=False)
+        self._weights = LiveWeights(network, dtype, share=False)
         parts = network.architecture().passes(self._weights.module)
         self.passes = PerImagePasses(parts, network.device, dtype, torch.Tensor.contiguous)
         self._weights.only(torch.nn.ModuleList(part.function for part in self.passes))
