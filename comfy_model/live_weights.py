@@ -21,18 +21,11 @@ from ..architectures.fused_linear import FusedLinear
 from ..engine_library import Reason, Unavailable
 from .module_copy import plain_copy
 from .network import NativeNetwork, patchers_of
-from .stored_weights import (
-    is_quantised,
-    quantised_again,
-    rounded_when_called,
-    stored_dtypes,
-    tensors_of,
-    weights_with_patches,
-)
 from .torch_kernels import empty_laid_out, lay_out_in_place
-from .weight_formats import cast_when_called
-from .weight_hash import edition_of, value_of
-from .weight_patches import acting, version_of
+from .weight_formats import is_quantised, stored_dtypes, tensors_of
+from .weight_hash import edition_of
+from .weight_patches import version_of
+from .weight_values import PatchedWeight, patched_weights, quantised_again, rounded_when_called, value_of
 
 if TYPE_CHECKING:
     from comfy.model_patcher import ModelPatcher
@@ -229,12 +222,8 @@ class LiveWeights:
             else:
                 whole.keep()
         for (start, prefix), patcher, was, edition in zip(self._parts, patchers, before, self._editions, strict=True):
-            entries, cast = weights_with_patches(patcher, prefix), cast_when_called(patcher)
-            for key in list(entries):
-                # popped: else tensors with a new layout would exist twice until the end
-                original, *patches = entries.pop(key)
-                patches = acting(patches)
-                native = start + key[len(prefix) :]
+            for weight in patched_weights(patcher, prefix):
+                native = start + weight.key[len(prefix) :]
                 names = [name for name in self._names.get(native, ()) if name in self._places]  # a buffer has none
                 if shareable.issuperset(names):
                     for name in names:
@@ -249,13 +238,10 @@ class LiveWeights:
                     for name in names:
                         self._own(name)
                     moved = True
-                if patches:
+                if weight.patches:
                     patched.add(native)
-                if fresh or was != edition or patches or native in self._patched:
-                    value = self._value(patcher, key, original, patches, cast.get(key))
-                    tensors = tensors_of(native.rpartition(".")[2], value).values()
-                    for name, tensor in zip(names, tensors, strict=True):
-                        self._parameter(name).copy_(tensor)
+                if fresh or was != edition or weight.patches or native in self._patched:
+                    self._write(names, weight)
         for whole in self._wholes():
             whole.place()
         if (lacking := next((name for name, parameter in self._parameters() if parameter.is_meta), None)) is not None:
@@ -263,13 +249,15 @@ class LiveWeights:
         self._patched, self._shared = patched, shared
         self.generation += moved
 
-    def _value(
-        self, patcher: ModelPatcher, key: str, original: tuple, patches: list[tuple], cast: torch.dtype | None
-    ) -> torch.Tensor:
-        """Return a weight as the native layer has it, quantised ones quantised again."""
-        if is_quantised(original[0]):
-            return quantised_again(patcher, key, original, patches, self.device, self.dtype)
-        return value_of(key, original, patches, self.device, cast, rounded_when_called(patcher, key))
+    def _write(self, names: Sequence[str], weight: PatchedWeight) -> None:
+        """Write a native weight, as its layer computes with it, to its parameters here."""
+        if is_quantised(weight.stored):
+            value = quantised_again(weight, self.device, self.dtype)
+        else:
+            value = value_of(weight, self.device, rounded_when_called(weight.patcher, weight.key))
+        tensors = tensors_of(weight.key.rpartition(".")[2], value).values()
+        for name, tensor in zip(names, tensors, strict=True):
+            self._parameter(name).copy_(tensor)
 
     def _shares(self, patcher: ModelPatcher) -> bool:
         return self._share and not patcher.is_dynamic() and _holds_its_patches(patcher)

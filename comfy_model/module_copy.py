@@ -14,7 +14,7 @@ import torch
 
 from .changed_layers import left_by_forward, methods, replaced
 from .comfyui_shims import is_of_loading
-from .stored_weights import class_of_copy, tensors_of
+from .weight_formats import class_of_copy, tensors_of
 
 Source = Callable[[str, torch.Tensor], torch.Tensor]
 """Name and native tensor of a parameter or buffer -> what the copy holds in its place. A quantised weight has several

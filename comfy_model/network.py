@@ -17,8 +17,7 @@ from ..engine_library.fallback import Fallback, Reason, Unavailable
 from .attention import part_replaced, preference_class, unknown_preference
 from .changed_layers import LayerWatch, answers_about, structure_of
 from .hash_cache import hashes_without_patches
-from .stored_weights import layers_for_live_weights
-from .weight_formats import forget_casts, unreadable_weights
+from .weight_formats import forget_casts, layers_for_live_weights, unreadable_weights
 from .weight_hash import Check, fingerprint, forget_hash, forget_places, hash_of_parts, known_hash, weights_hash
 from .weight_patches import why_reshaped
 

@@ -22,8 +22,9 @@ from ..engine_library import BuildError
 from .changed_layers import layer_classes
 from .module_copy import ReplacedForward, plain_copy
 from .network import NativeNetwork
-from .stored_weights import is_fp8, stored_dtypes
-from .weight_hash import combine, current_weights, digest, hash_of_parts, hashing_pool
+from .weight_formats import is_fp8, stored_dtypes
+from .weight_hash import combine, digest, hash_of_parts, hashing_pool
+from .weight_values import current_weights
 
 ALIGNMENT = 64
 """Of each weight in a data file."""
@@ -35,16 +36,11 @@ Step = Callable[[float], None]
 """Called with the fraction done; may raise to cancel."""
 
 
-def write_weights(
-    network: NativeNetwork, dtype: torch.dtype, path: Path, step: Step, hashed: bool = True
-) -> tuple[str, dict]:
+def write_weights(network: NativeNetwork, dtype: torch.dtype, path: Path, step: Step) -> tuple[str, dict]:
     """Write a network's current weights (LoRAs applied) in ``dtype`` to a file.
 
-    Args:
-        hashed: whether their hash is wanted, which takes longer than all the rest.
-
     Returns:
-        Their hash, as ``weight_hash.weights_hash`` makes it, or ""; and name -> (shape, offset in the file, dtype).
+        Their hash, as ``weight_hash.weights_hash`` makes it; and name -> (shape, offset in the file, dtype).
     """
     total = max(1, sum(p.numel() for p in network.module.parameters()))
     index, hashes, done, dtypes = {}, [], 0, _dtypes(network, dtype, live=False)
@@ -54,18 +50,17 @@ def write_weights(
             for own_name, live in current_weights(part.patcher, part.prefix):
                 name = start + own_name
                 weight = live.clone()  # ComfyUI may change the live one at any time
-                pending = pool.submit(digest, own_name, weight) if hashed else None
+                pending = pool.submit(digest, own_name, weight)
                 file.seek(-file.tell() % ALIGNMENT, 1)
                 own = dtypes.get(name, dtype)
                 index[name] = (list(weight.shape), file.tell(), str(own).removeprefix("torch."))
                 if weight.numel():
                     file.write(memoryview(weight.to(own).contiguous().flatten().view(torch.uint8).numpy()))
-                if pending is not None:
-                    digests[own_name] = pending.result()
+                digests[own_name] = pending.result()
                 done += weight.numel()
                 step(min(1.0, done / total))
             hashes.append(combine(digests))
-    return hash_of_parts(hashes) if hashed else "", index
+    return hash_of_parts(hashes), index
 
 
 def _dtypes(network: NativeNetwork, dtype: torch.dtype, live: bool) -> dict[str, torch.dtype]:

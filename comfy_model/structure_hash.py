@@ -22,7 +22,7 @@ from ..engine_library.manifest import LAYOUT_PREFIX
 from .attention import preference_class
 from .changed_layers import MACHINERY, answers_about, left_by_forward, methods
 from .comfyui_shims import is_of_loading
-from .stored_weights import kept_dtypes
+from .weight_formats import kept_dtypes
 
 _OF_A_LOAD = ("dtype", "device", "weight_function", "bias_function", "scale_weight", "scale_input")
 """Attributes that tell how a layer was loaded; fp8 layers have scales of nothing."""

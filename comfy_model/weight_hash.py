@@ -1,7 +1,4 @@
-"""Weights of a loaded model as the sampler would use them, their hash, and the edits that other nodes make to them.
-
-Weights are read through ComfyUI's own patcher. So a LoRA applied before the engine node is part of them, and neither
-the place nor the dtype in which ComfyUI happens to hold them matters.
+"""The hash of a loaded model's weights, and the edits that other nodes make to them.
 
 Other nodes may write to weights or replace them. No patch tells of that, and torch counts no versions of tensors that
 nodes make. So some values of every weight are compared once per run, which takes a millisecond or two.
@@ -13,7 +10,7 @@ import hashlib
 import os
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -21,9 +18,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from . import hash_cache
-from .stored_weights import is_fp8, is_quantised, quantised_again, weights_with_patches
-from .weight_formats import cast_when_called
-from .weight_patches import acting, version_of
+from .weight_formats import PLAIN
+from .weight_patches import version_of
+from .weight_values import current_weights, patched_weights
 
 if TYPE_CHECKING:
     from comfy.model_patcher import ModelPatcher
@@ -36,81 +33,12 @@ SMALL = 2048
 PLACES, VALUES = 4, 64
 """Number of runs, and of values in each, that make the sample of a weight."""
 
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
-
 AHEAD = 16
 """Weights that wait to be hashed: patched and dequantised ones are copies, which must not pile up."""
 
 _hashes: weakref.WeakKeyDictionary[torch.nn.Module, dict[object, str]] = weakref.WeakKeyDictionary()
 _taken: weakref.WeakKeyDictionary[torch.nn.Module, dict[object, str]] = weakref.WeakKeyDictionary()
 """The hashes that were taken from disk, with the keys that they were found under, until they are used again."""
-
-
-def current_weights(
-    patcher: ModelPatcher, prefix: str = "", wanted: Callable[[torch.Tensor], bool] | None = None
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """Each (name without prefix, tensor on the CPU) of the model's state, with the patcher's weight patches applied.
-
-    Tensors keep the model's dtype, except quantised ones, which come dequantised. The model is left as it is: patched
-    weights that ComfyUI currently has in place are read from its backup.
-
-    Args:
-        wanted: which weights; all by default.
-    """
-    cast = cast_when_called(patcher)
-    for key, (original, *patches) in weights_with_patches(patcher, prefix).items():
-        if wanted is not None and not wanted(original[0]):
-            continue
-        rounds = is_fp8(cast.get(key, original[0].dtype))
-        device = patcher.load_device if rounds else "cpu"  # each device draws other numbers to round with
-        if is_quantised(original[0]) and (acts := acting(patches)):
-            device, dtype = torch.device(patcher.load_device), original[0].dtype
-            yield key[len(prefix) :], plain(quantised_again(patcher, key, original, acts, device, dtype)).cpu()
-            continue
-        yield key[len(prefix) :], value_of(key, original, acting(patches), torch.device(device), cast.get(key)).cpu()
-
-
-def plain(weight: torch.Tensor) -> torch.Tensor:
-    """A weight as ComfyUI keeps it, dequantised."""
-    if hasattr(weight, "dequantize") and type(weight) not in _PLAIN:
-        weight = weight.dequantize()
-    return weight.detach()
-
-
-def value_of(
-    key: str,
-    original: tuple,
-    patches: list[tuple],
-    device: torch.device,
-    cast: torch.dtype | None = None,
-    called: bool = False,
-) -> torch.Tensor:
-    """A weight as the sampler would use it: computed on a device where it is patched, else as it lies there.
-
-    A patched weight is rounded to the dtype that ComfyUI keeps it in, as where a model is loaded whole. fp8 is computed
-    as in ComfyUI, on the same device: a wider dtype or another device's random numbers round otherwise.
-
-    Args:
-        original: the weight and how to convert it, as ``get_key_patches`` gives them.
-        patches: the acting patches, see ``acting``.
-        cast: the dtype that ComfyUI casts it to before it computes, see ``weight_formats.cast_when_called``.
-        called: whether dynamic VRAM always rounds it, see ``stored_weights.rounded_when_called``.
-    """
-    weight, convert = original
-    weight = plain(weight)
-    if cast is not None:
-        weight = weight.to(cast)
-    if not patches:
-        return weight
-    from comfy import model_management, utils
-    from comfy.float import stochastic_rounding
-    from comfy.lora import calculate_weight
-
-    dtype = model_management.lora_compute_dtype(device) if is_fp8(weight.dtype) else torch.float32
-    seed, more = (key.rpartition(".")[0], {"intermediate_dtype": dtype}) if called else (key, {})
-    value = convert(model_management.cast_to_device(weight, device, dtype, copy=True), inplace=True)
-    value = calculate_weight(patches, value, key, **more)
-    return stochastic_rounding(value, weight.dtype, seed=utils.string_to_seed(seed))
 
 
 def weights_hash(patcher: ModelPatcher, prefix: str = "", check: Check | None = None) -> str:
@@ -176,13 +104,13 @@ def _sample(patcher: ModelPatcher, prefix: str) -> str:
 
     Training, merging and LoRAs change nearly all values of a weight, but often leave biases and norms alone.
     """
-    h, cast = hashlib.sha256(), cast_when_called(patcher)
-    for key, ((weight, _), *_) in weights_with_patches(patcher, prefix).items():
-        flat = getattr(weight, "_qdata", weight).detach().flatten()
+    h = hashlib.sha256()
+    for weight in patched_weights(patcher, prefix):
+        flat = getattr(weight.stored, "_qdata", weight.stored).detach().flatten()
         step = max(1, flat.numel() // PLACES)
         parts = [flat[i : i + VALUES] for i in range(0, flat.numel(), step)][: PLACES + 1]
         values = torch.cat(parts).to("cpu").to(torch.float32) if parts else flat
-        h.update(f"{key} {tuple(weight.shape)} {cast.get(key, '')}".encode())
+        h.update(f"{weight.key} {tuple(weight.stored.shape)} {weight.cast or ''}".encode())
         h.update(values.numpy().tobytes())
     return h.hexdigest()[:16]
 
@@ -300,9 +228,9 @@ def _values_of(patcher: ModelPatcher, places: list[tuple[str, dict, str]]) -> by
                 weight = aside[name].weight
             if name in by_hooks:
                 weight = by_hooks[name][0]
-            if type(weight) not in _PLAIN:
+            if type(weight) not in PLAIN:
                 weight = getattr(weight, "_qdata", weight)
-            if type(weight) in _PLAIN and not weight.is_meta and weight.numel():
+            if type(weight) in PLAIN and not weight.is_meta and weight.numel():
                 parts.setdefault((weight.device, weight.dtype), []).append(_some(weight))
         joined = [torch.cat(found).cpu().view(torch.uint8).numpy().tobytes() for found in parts.values()]
     return b"".join(sorted(joined))

@@ -6,15 +6,14 @@ import logging
 import time
 import weakref
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 
 from ..comfy_model.network import patchers_of
-from ..comfy_model.stored_weights import weights_with_patches
-from ..comfy_model.weight_formats import cast_when_called
-from ..comfy_model.weight_hash import edition_of, hash_of_parts, own_hash, value_of
-from ..comfy_model.weight_patches import acting, all_same, version_of
+from ..comfy_model.weight_hash import edition_of, hash_of_parts, own_hash
+from ..comfy_model.weight_patches import all_same, version_of
+from ..comfy_model.weight_values import PatchedWeight, patched_weights, value_of
 from ..engine_library import Engine, Reason, Unavailable, trust
 
 if TYPE_CHECKING:
@@ -89,7 +88,7 @@ class EngineWeights:
         started = time.perf_counter()
         version, entries = self._state(), self._entries()
         values = _Values(entries, {i: name for name, i in self._initialisers.items()}, self)
-        wanted = {name: acting(entries[name].entry[1:]) for name in self._initialisers}
+        wanted = {name: entries[name].patches for name in self._initialisers}
         edited = self._inside is not None and self._version[1] != version[1]
         inside = self._models_own() if self._as_opened else None if edited else self._inside
         self._inside, self._as_opened = None, False  # even if this fails, the old weights are no longer complete
@@ -114,34 +113,23 @@ class EngineWeights:
         parts = zip(self._patchers(), self._places, strict=True)
         return hash_of_parts([own_hash(patcher, prefix) for patcher, (_, prefix) in parts])
 
-    def _entries(self) -> dict[str, _Entry]:
-        """The weights of the network by their names in it."""
-        found = {}
-        for patcher, (start, prefix) in zip(self._patchers(), self._places, strict=True):
-            for key, entry in weights_with_patches(patcher, prefix).items():
-                found[start + key.removeprefix(prefix)] = _Entry(patcher, key, entry)
-        return found
+    def _entries(self) -> dict[str, PatchedWeight]:
+        """Return the weights of the network by their names in it."""
+        return {
+            start + weight.key.removeprefix(prefix): weight
+            for patcher, (start, prefix) in zip(self._patchers(), self._places, strict=True)
+            for weight in patched_weights(patcher, prefix)
+        }
 
-    def _value(self, weight: _Entry) -> torch.Tensor:
+    def _value(self, weight: PatchedWeight) -> torch.Tensor:
         """Return a copy of a weight in the engine's dtype, in main memory."""
-        original, *patches = weight.entry
-        cast = cast_when_called(weight.patcher).get(weight.key)
-        value = value_of(weight.key, original, acting(patches), self._device, cast)
-        return value.to("cpu", self._dtype, copy=True).contiguous()
-
-
-class _Entry(NamedTuple):
-    """A weight of a patcher's model with its patches, as ``weights_with_patches`` gives them."""
-
-    patcher: ModelPatcher
-    key: str
-    entry: list
+        return value_of(weight, self._device).to("cpu", self._dtype, copy=True).contiguous()
 
 
 class _Values(Mapping[str, torch.Tensor]):
     """Mapping of initialiser -> its value, computed when it is read."""
 
-    def __init__(self, entries: Mapping[str, _Entry], names: Mapping[str, str], weights: EngineWeights):
+    def __init__(self, entries: Mapping[str, PatchedWeight], names: Mapping[str, str], weights: EngineWeights):
         self._entries, self._names, self._weights = entries, names, weights
 
     def __getitem__(self, initialiser: str) -> torch.Tensor:
