@@ -21,7 +21,7 @@ from ..engine_library import Engine, Fallback, Reason, Unavailable, trust
 from ..engine_library.disk import gigabytes
 from .cuda_capture import Capture
 from .cuda_graphs import GraphCache
-from .gpu_memory import EVERYTHING, is_out_of_memory, make_room, no_room, with_room
+from .gpu_memory import is_out_of_memory, tried_again, with_room
 from .made_inputs import LivePerImagePasses, Zeros
 from .refit import EngineWeights
 from .session import Runner, first_line, misfit, shared
@@ -250,23 +250,16 @@ class FileSession:
             self._take_weights()
         if self._current is not None:
             given = self._current.run(given, extras or {})
-        try:
-            return self._call(given)
-        except Unavailable:
-            raise
-        except Exception as error:
-            if not is_out_of_memory(error):
-                raise self._failed(error) from error
-        make_room(EVERYTHING, self.device)  # here nothing holds the failed call's tensors any more
+        return tried_again(lambda: self._explained(given), self.device, after=self.unload)
+
+    def _explained(self, given: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Make a call; raise Unavailable for errors other than a lack of memory."""
         try:
             return self._call(given)
         except Exception as error:
-            if not is_out_of_memory(error):
-                raise self._failed(error) from error
-            why = first_line(error)
-        self.unload()  # native needs the room
-        make_room(0, self.device)
-        raise no_room(why)
+            if isinstance(error, Unavailable) or is_out_of_memory(error):
+                raise
+            raise self._failed(error) from error
 
     def _call(self, given: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         plan, runner = self._plan({name: tuple(tensor.shape) for name, tensor in given.items()}), self._runner

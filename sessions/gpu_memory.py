@@ -15,7 +15,7 @@ from .session import first_line, says_out_of_memory
 
 log = logging.getLogger(__name__)
 
-Opened = TypeVar("Opened")
+Result = TypeVar("Result")
 
 EVERYTHING = 1e30
 MAKE_ROOM = "close what else uses the GPU, or choose smaller pictures; another build needs as much"
@@ -35,21 +35,41 @@ def make_room(size: float, device: torch.device) -> None:
     del alive
 
 
-def with_room(size: int, device: torch.device, start: Callable[[], Opened]) -> Opened:
-    """Return ``start()`` with ``size`` bytes free; if memory is short, try once more with all that can be freed.
+def with_room(size: int, device: torch.device, start: Callable[[], Result]) -> Result:
+    """Return ``start()`` with ``size`` bytes free; see ``tried_again``.
 
     Raises:
         Unavailable: memory is short, even after ComfyUI freed all that is not in use.
     """
     need_room(size, device)
     model_management.soft_empty_cache()  # other libraries cannot use the blocks that torch keeps
+    return tried_again(start, device)
+
+
+def tried_again(
+    start: Callable[[], Result],
+    device: torch.device,
+    before: Callable[[], None] | None = None,
+    after: Callable[[], None] | None = None,
+) -> Result:
+    """Return ``start()``; if memory is short, call it once more when ComfyUI has freed all that is not in use.
+
+    Args:
+        before: gives back what the caller holds before the second call.
+        after: the same where the second call lacks memory too: native needs it.
+
+    Raises:
+        Unavailable: memory is short in the second call too.
+    """
     try:
         return start()
     except Exception as error:
         if not is_out_of_memory(error):
             raise
-        log.info("Hybrid TRT: not enough memory on %s, ComfyUI frees what is not in use", device)
+        log.info("Hybrid TRT: not enough memory on %s (%s), ComfyUI frees what is not in use", device, error)
     # outside the handler: the error's frames hold what was allocated until then
+    if before is not None:
+        before()
     make_room(EVERYTHING, device)
     model_management.soft_empty_cache()
     try:
@@ -58,6 +78,9 @@ def with_room(size: int, device: torch.device, start: Callable[[], Opened]) -> O
         if not is_out_of_memory(error):
             raise
         why = error.fallback.detail if isinstance(error, Unavailable) else first_line(error)
+    if after is not None:
+        after()
+        make_room(0, device)  # frees torch's idle blocks
     raise no_room(why)
 
 
