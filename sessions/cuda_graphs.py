@@ -32,6 +32,7 @@ from .cuda_capture import (
     wait_for,
     with_wait_point,
 )
+from .session import first_line
 
 log = logging.getLogger(__name__)
 
@@ -304,7 +305,7 @@ class GraphCache:
             if not isinstance(error, Exception):
                 raise
             self._failed.add(key)
-            self.failure = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+            self.failure = first_line(error)
             log.warning("Hybrid TRT: no CUDA graph for these shapes, they run plainly (%s)", self.failure)
             return None
         held = sum(t.nbytes for t in (*map(graph.inputs.get, graph.copied), *graph.block.values()))

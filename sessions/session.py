@@ -60,51 +60,6 @@ class Runner(Protocol):
         ...
 
 
-class HoldsMemory(Protocol):
-    """A session as ComfyUI's memory management sees it.
-
-    Attributes:
-        loaded: True while it holds its memory.
-        bytes: memory that it holds beside ComfyUI's own weights, or will hold once it has run.
-        parts: the sessions that hold that memory: itself, or those that it is made of.
-    """
-
-    loaded: bool
-    bytes: int
-    parts: frozenset[Session]
-
-    def load(self) -> None:
-        """Take the memory that is needed.
-
-        Raises:
-            Unavailable: there is not enough, or the engine cannot be opened.
-        """
-        ...
-
-    def unload(self) -> None:
-        """Give the memory back; the next call takes it again."""
-        ...
-
-    def owns_weights(self, patcher: ModelPatcher) -> bool:
-        """Tell whether native weights that ComfyUI loads for a patcher would lie unused beside those of the session."""
-        ...
-
-
-class RunsBeside(Protocol):
-    """A session that may run beside others.
-
-    Attributes:
-        joins_stacks: True if it may run now in a stack of ControlNets, on ``stream``.
-        stream: a CUDA stream that no other session uses, or None. Results of a call on it are lent: the next call of
-            this session, or of one with a part in common, writes to them.
-        takes_late: True if ``run`` takes inputs that another stream still computes.
-    """
-
-    joins_stacks: bool
-    stream: torch.cuda.Stream | None
-    takes_late: bool
-
-
 class Active(Protocol):
     """The session that served a call, for reports.
 
@@ -132,7 +87,7 @@ class Active(Protocol):
         """
 
 
-class Session(HoldsMemory, RunsBeside, Protocol):
+class Session(Protocol):
     """Serves the calls of a network on one device; shared by all who use the same engine or the same live weights.
 
     Attributes:
@@ -141,12 +96,41 @@ class Session(HoldsMemory, RunsBeside, Protocol):
         active: what served the last call.
         follows_patches: True if it computes with whatever weights ComfyUI samples with, so that LoRAs need no engine
             of their own. It then lives as long as the native module, and else as long as prompts use it.
+        loaded: True while it holds its memory.
+        bytes: memory that it holds beside ComfyUI's own weights, or will hold once it has run.
+        parts: the sessions that hold that memory: itself, or those that it is made of.
+        joins_stacks: True if it may run now in a stack of ControlNets, on ``stream``.
+        stream: a CUDA stream that no other session uses, or None. Results of a call on it are lent: the next call of
+            this session, or of one with a part in common, writes to them.
+        takes_late: True if ``run`` takes inputs that another stream still computes.
     """
 
     engines: Sequence[Engine]
     refusal: str | None
     active: Active
     follows_patches: bool
+    loaded: bool
+    bytes: int
+    parts: frozenset[Session]
+    joins_stacks: bool
+    stream: torch.cuda.Stream | None
+    takes_late: bool
+
+    def load(self) -> None:
+        """Take the memory that is needed.
+
+        Raises:
+            Unavailable: there is not enough, or the engine cannot be opened.
+        """
+        ...
+
+    def unload(self) -> None:
+        """Give the memory back; the next call takes it again."""
+        ...
+
+    def owns_weights(self, patcher: ModelPatcher) -> bool:
+        """Tell whether native weights that ComfyUI loads for a patcher would lie unused beside those of the session."""
+        ...
 
     def begin_run(self, patcher: ModelPatcher) -> None:
         """Start a sampling run with a patcher: ComfyUI may have moved weights."""
