@@ -1,12 +1,12 @@
-"""The weights of a live network at stable addresses, following ComfyUI's patcher: those of a companion too.
+"""The weights of a live network at stable addresses. They follow ComfyUI's patcher, and a companion's.
 
-Two places, decided per tensor each time:
+A tensor is in one of two places, decided anew each time:
 
-* *shared*: the native parameter lies on the GPU in the right dtype (ComfyUI's non-dynamic loading), so it is used where
-  it is, and ComfyUI's own in-place patching is what a LoRA does.
-* *owned*: anything else. Under dynamic VRAM weights have no stable address (they are staged outside torch's allocator
-  and faulted in per layer); a copy on the GPU is then the only one there, because native is never called. ComfyUI's
-  non-dynamic clone would read the file again and hold a second copy in RAM instead.
+* *shared*: the native parameter lies on the GPU in the right dtype (ComfyUI's non-dynamic loading). It is used where it
+  is, and ComfyUI patches LoRAs into it in place.
+* *owned*: all other tensors. Under dynamic VRAM weights have no stable address: they are staged outside torch's
+  allocator and faulted in per layer. The owned copy is then the only one on the GPU, because native is never called.
+  ComfyUI's non-dynamic clone would read the file again and hold a second copy in RAM instead.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from comfy.model_patcher import ModelPatcher
 
 class FusedWeights:
-    """One of the parameters of fused layers, on live weights.
+    """A parameter of fused layers, on live weights.
 
     Attributes:
         names: of the layers' parameters, in order.
@@ -57,9 +57,9 @@ class FusedWeights:
             self.release()
 
     def lend(self, places: Sequence[tuple[torch.nn.Module, str]]) -> None:
-        """Let native parameters at these places be views, so that there is one copy of them.
+        """Make native parameters at these places views of one tensor, so that there is one copy of them.
 
-        A new tensor is made where ComfyUI has replaced theirs: it may restore parts of the old tensor.
+        Where ComfyUI has replaced a parameter, a new tensor is made: ComfyUI may restore parts of the old tensor.
         """
         live = [owner._parameters[leaf].data for owner, leaf in places]
         if self._lent and all(a.data_ptr() == b.data_ptr() for a, b in zip(live, self._parts(), strict=True)):
@@ -69,7 +69,7 @@ class FusedWeights:
             owner._parameters[leaf] = torch.nn.Parameter(part, requires_grad=False)
 
     def place(self) -> None:
-        """Let the fused layers compute with what was written or lent."""
+        """Let the fused layers compute with the tensor."""
         self._fused._parameters[self._leaf] = torch.nn.Parameter(self._whole, requires_grad=False)
 
     def release(self) -> None:
@@ -117,7 +117,7 @@ class LiveWeights:
                 buffer=lambda _, b: b.detach().to(self.device),
             )
         self._places = {name: place for name, place in _places(self.module)}
-        # weakly: what follows a model must not keep it
+        # weak references: live weights must not keep a model
         self._native_places: dict[str, tuple[weakref.ref[torch.nn.Module], str]] = {}
         self._names: dict[str, list[str]] = {}  # of a native weight: its parameters here
         for name, (owner, leaf) in _places(network.module):
@@ -131,7 +131,7 @@ class LiveWeights:
         self._places = {name: place for name, place in self._places.items() if id(self._parameter(name)) in wanted}
 
     def forget(self, layers: Collection[torch.nn.Module]) -> None:
-        """From now on follow no parameters of some layers, which ``module`` does without."""
+        """From now on follow no parameters of some layers, which ``module`` no longer has."""
         self._places = {name: place for name, place in self._places.items() if place[0] not in layers}
 
     def fuse(self, layers: Sequence[FusedLinear]) -> None:
@@ -160,7 +160,7 @@ class LiveWeights:
         return self._bound_to is not None
 
     def sync_from(self, patcher: ModelPatcher, thorough: bool = True) -> None:
-        """Set the weights to a patcher's values: its file's, with its LoRAs.
+        """Set the weights to a patcher's values: the file's weights with its LoRAs.
 
         Args:
             thorough: check the address of every shared tensor, and not only ComfyUI's own record of the loading state.
@@ -178,7 +178,7 @@ class LiveWeights:
         self.version += 1
 
     def missing(self, patcher: ModelPatcher) -> int:
-        """Bytes that ``sync_from`` would allocate for owned weights."""
+        """Return the bytes that ``sync_from`` would allocate for owned weights."""
         shareable = self._shareable(self._patchers(patcher))
         size = 0
         for name, parameter in self._parameters():
@@ -263,7 +263,7 @@ class LiveWeights:
         return self._share and not patcher.is_dynamic() and _holds_its_patches(patcher)
 
     def _shareable(self, patchers: Sequence[ModelPatcher]) -> set[str]:
-        """The native parameters that can be shared; of fused or quantised layers all or none."""
+        """Return the names of parameters that can be shared; of fused or quantised layers all or none."""
         parts = zip(self._parts, patchers, strict=True)
         starts = tuple(start for (start, _), patcher in parts if self._shares(patcher))
         found = {name for name in self._places if name.startswith(starts) and self._can_share(name)}
@@ -277,11 +277,11 @@ class LiveWeights:
         live = self._native_tensor(name)
         if live.device != self.device or live.dtype != self._dtypes[name] or type(live.data) is not torch.Tensor:
             return False
-        # False for what is patched at call time and not in place
+        # a weight that is patched at call time and not in place cannot be shared
         return not getattr(owner, f"{leaf}_function", None) and getattr(owner, f"{leaf}_lowvram_function", None) is None
 
     def _laid_out(self, name: str) -> torch.Tensor:
-        """The native parameter, to be shared; convolutions are converted to channels_last in place."""
+        """Return the native parameter to share; a convolution's is converted to channels_last in place."""
         owner, leaf = self._native_place(name)
         if is_quantised(owner._parameters[leaf]):
             return self._native_tensor(name)
@@ -320,14 +320,14 @@ class LiveWeights:
         return owner(), leaf
 
     def _native_tensor(self, name: str) -> torch.Tensor:
-        """The native parameter, or of a quantised one the tensor that is ``name`` here."""
+        """Return the native parameter, or of a quantised weight the tensor with that name here."""
         owner, leaf = self._native_place(name)
         weight = owner._parameters[leaf]
         return tensors_of(leaf, weight)[name.rpartition(".")[2]] if is_quantised(weight) else weight
 
 
 def _places(module: torch.nn.Module) -> Iterator[tuple[str, tuple[torch.nn.Module, str]]]:
-    """Name of each parameter -> the layer that holds it and its name there."""
+    """Iterate over (name of a parameter, (the layer that holds it, its name there))."""
     for path, layer in module.named_modules():
         for leaf, parameter in layer._parameters.items():
             if parameter is not None:

@@ -13,14 +13,14 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 log = logging.getLogger(__name__)
 
 WARM_CALLS, TIMED_CALLS = 3, 10
-"""Calls that are not timed, and calls of which the median counts."""
+"""Numbers of calls: first calls without a clock, then calls whose median time counts."""
 
 
 def laid_out(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor in the memory layout that networks compute in: channels_last on a GPU, where that is faster.
+    """Return the tensor in the memory layout that networks compute in: channels_last on a GPU, where that is faster.
 
-    Its strides are those of a new tensor, also in dimensions of one element: from these strides torch and cuDNN choose
-    the layout of a convolution's result for one image.
+    It has the strides of a new tensor, also in dimensions of one element: from these strides torch and cuDNN choose
+    the layout of a convolution's result for a single image.
     """
     layout = _layout(tensor.device, tensor.ndim)
     tensor = tensor.contiguous(memory_format=layout)
@@ -29,9 +29,9 @@ def laid_out(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def lay_out_in_place(tensor: torch.Tensor) -> torch.Tensor:
-    """Lay a tensor out within its own memory where no other tensor views that; return it as ``laid_out`` gives it.
+    """Lay a tensor out within its own memory where no other tensor has that memory; return it as ``laid_out`` does.
 
-    New memory for each convolution of a model would leave holes where the old was, which other sizes do not fill.
+    New memory for each convolution of a model would leave holes in the old memory, which other sizes do not fill.
     """
     ready = laid_out(tensor)
     if ready.data_ptr() == tensor.data_ptr() or not _has_memory_alone(tensor):
@@ -53,17 +53,17 @@ def _has_memory_alone(tensor: torch.Tensor) -> bool:
 
 
 def empty_laid_out(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Memory for a tensor as ``laid_out`` gives it."""
+    """Return memory for a tensor as ``laid_out`` gives it."""
     return torch.empty_strided(shape, strides_laid_out(shape, device), dtype=dtype, device=device)
 
 
 def strides_laid_out(shape: Sequence[int], device: torch.device) -> tuple[int, ...]:
-    """The strides, in elements, that ``laid_out`` gives a tensor of this shape."""
+    """Return the strides, in elements, that ``laid_out`` gives a tensor of this shape."""
     return strides_of(shape, _layout(device, len(shape)))
 
 
 def strides_of(shape: Sequence[int], layout: torch.memory_format) -> tuple[int, ...]:
-    """The strides, in elements, that torch gives a new tensor of this layout."""
+    """Return the strides, in elements, that torch gives a new tensor of this layout."""
     strides, step = [0] * len(shape), 1
     for dim in (1, 3, 2, 0) if layout is torch.channels_last else reversed(range(len(shape))):
         strides[dim] = step
@@ -80,18 +80,18 @@ ATTENTION = {
     "flash": SDPBackend.FLASH_ATTENTION,
     "efficient": SDPBackend.EFFICIENT_ATTENTION,
 }
-"""torch's kernels for attention, by our names; what none of them can compute takes its plain way."""
+"""torch's kernels for attention, by our names. Attention that none of them can compute takes torch's plain way."""
 
 
 def usual_attention(device: torch.device) -> str | None:
-    """The kernel for attention without a measurement: cuDNN's on Hopper and later, else torch's choice (None)."""
+    """Return the kernel for attention that was not measured: cuDNN's on Hopper and later, else None: torch chooses."""
     later = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9
     return "cudnn" if later else None
 
 
 @contextlib.contextmanager
 def best_attention(device: torch.device, first: str | None = None) -> Iterator[None]:
-    """Inside, attention takes the kernel ``first`` (of ``ATTENTION``; by default the usual one) wherever it can."""
+    """Let attention inside take the kernel ``first`` (a name in ``ATTENTION``; by default the usual) where it can."""
     first = first or usual_attention(device)
     if device.type != "cuda" or first is None:
         yield
@@ -103,7 +103,7 @@ def best_attention(device: torch.device, first: str | None = None) -> Iterator[N
 
 @contextlib.contextmanager
 def without_tf32() -> Iterator[None]:
-    """Inside, cuDNN's convolutions of float32 are exact; torch lets them round to TF32's ten bits by default."""
+    """Make cuDNN's convolutions of float32 inside exact; by default torch lets them round to TF32's ten bits."""
     before = torch.backends.cudnn.allow_tf32
     torch.backends.cudnn.allow_tf32 = False
     try:
@@ -116,8 +116,8 @@ def without_tf32() -> Iterator[None]:
 def in_float32(function: torch.nn.Module) -> Iterator[None]:
     """Let a module compute in float32: each layer's weights are cast while it runs, and dropped again.
 
-    Quantised layers compute with dequantised weights, and do not round their inputs. A layer whose weights are read
-    outside of its forward is not seen, and torch refuses to mix the dtypes.
+    Quantised layers compute with dequantised weights, and do not round their inputs. Weights that are read outside of
+    their layer's forward are not cast, and torch refuses to mix the dtypes.
     """
     from ..architectures.quantised_linear import computing_exactly
 
@@ -163,7 +163,7 @@ def _is_narrow(tensor: torch.Tensor | None) -> bool:
 def results_in_float32(function: torch.nn.Module, given: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...] | None:
     """Return a network's results in float32 on its inputs' device, or None where that fails.
 
-    Weights are cast layer by layer, so this takes memory for one layer and its results.
+    Weights are cast layer by layer, so this takes memory for a layer and its results.
     """
     try:
         with torch.inference_mode(), in_float32(function), without_tf32(), best_attention(given[0].device):

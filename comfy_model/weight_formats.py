@@ -57,7 +57,7 @@ def quantised_class() -> type:
 
 
 def is_quantised(weight: torch.Tensor | None) -> bool:
-    """Tell whether a weight is of ComfyUI's class of quantised ones."""
+    """Tell whether a weight has ComfyUI's class of quantised weights."""
     return isinstance(weight, quantised_class())
 
 
@@ -67,7 +67,7 @@ def is_fp8(dtype: torch.dtype) -> bool:
 
 
 def tensors_of(leaf: str, weight: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Return the tensors that a copy's layer has in the place of a native weight, by their names there."""
+    """Return the tensors in the place of a native weight in a copy: name there -> tensor."""
     if not is_quantised(weight):
         return {leaf: weight}
     from ..architectures.quantised_linear import tensors_of
@@ -76,10 +76,10 @@ def tensors_of(leaf: str, weight: torch.Tensor) -> dict[str, torch.Tensor]:
 
 
 def class_of_copy(layer: torch.nn.Module) -> tuple[type | None, Mapping[str, Any]]:
-    """Return the class of a quantised layer's copy, and the attributes that it has besides the layer's.
+    """Return the class of a quantised layer's copy, or None for other layers, and the copy's additional attributes.
 
-    ComfyUI makes the layer's own class anew for each model, so no other process can import it. None for other layers.
-    A layer that could multiply in fp8 but does not is cast: its copy's weight may be in fp8 although its own is not.
+    ComfyUI makes the layer's own class anew for each model, so no other process can import it. A layer that could
+    multiply in fp8 but does not is cast: its copy's weight may be in fp8 although its own is not.
     """
     from comfy import ops
 
@@ -96,7 +96,7 @@ def class_of_copy(layer: torch.nn.Module) -> tuple[type | None, Mapping[str, Any
 
 
 def why_no_engine(layer: torch.nn.Module) -> str | None:
-    """Return why a layer with quantised weights is no part of an engine, in words, or None."""
+    """Return why a layer's fp8 or quantised weights rule engines out, or None."""
     if multiplies_in_fp8(layer) and not is_fp8(_made_with(layer, "weight")):
         return "fp8 weights that ComfyUI widens and multiplies in fp8, for which no engine can be built yet"
     quantised = [leaf for leaf, weight in layer._parameters.items() if is_quantised(weight)]
@@ -127,7 +127,7 @@ def multiplies_in_fp8(layer: torch.nn.Module) -> bool:
 
 
 def layers_for_live_weights(module: torch.nn.Module) -> str:
-    """The layers of a network that live weights alone can serve, in words; ``""`` without any."""
+    """Describe the layers of a network that only live weights can serve; ``""`` without any."""
     if has_quantised(module):
         return "quantised layers"
     return "layers that multiply in fp8 (fp8_e4m3fn_fast)" if any(map(multiplies_in_fp8, module.modules())) else ""
@@ -152,7 +152,7 @@ def stored_dtypes(module: torch.nn.Module, compute: torch.dtype) -> dict[str, to
 
 
 def kept_dtypes(module: torch.nn.Module) -> Iterator[str]:
-    """Yield a line for each weight that no copy has in the dtype it computes in; part of a network's structure."""
+    """Iterate over lines for the structure hash: weights whose dtype in a copy is not the compute dtype."""
     for name, dtype in stored_dtypes(module, torch.bfloat16).items():
         if dtype != torch.bfloat16:
             yield f"{name} kept in {dtype}"
@@ -179,12 +179,12 @@ def _stored(layer: torch.nn.Module, leaf: str, compute: torch.dtype, usual: torc
 
 
 def _made_with(layer: torch.nn.Module, leaf: str) -> torch.dtype:
-    """The dtype that a weight's layer was made with: dynamic VRAM keeps the file's dtype, and notes this one."""
+    """Return the dtype that a weight's layer was made with: dynamic VRAM notes it, and keeps the file's dtype."""
     return getattr(layer, f"{leaf}_comfy_model_dtype", None) or layer._parameters[leaf].dtype
 
 
 def _usual_dtype(module: torch.nn.Module) -> torch.dtype:
-    """The dtype of most elements."""
+    """Return the dtype of most elements."""
     counted: Counter[torch.dtype] = Counter()
     for layer in module.modules():
         for leaf, weight in layer._parameters.items():
@@ -200,13 +200,13 @@ _NAMES: Mapping[str, str] = {
 """Part of the names of other packs' classes -> the usual name of such weights."""
 
 _WEIGHTS = ("get_key_patches", "model_state_dict", "patch_weight_to_device")
-"""Methods of a patcher that say what its weights are."""
+"""Methods by which a patcher reads or patches weights."""
 
 
 def unreadable_weights(module: torch.nn.Module, patcher: ModelPatcher) -> str | None:
-    """Return which weights of a loaded network cannot be read as plain numbers, in words, or None.
+    """Describe weights of a loaded network that cannot be read as plain numbers, or return None.
 
-    The network is looked at once, since LoRAs leave it so.
+    The network is looked at once, since LoRAs do not change that.
     """
     known = answers_about(module)
     if "unreadable" not in known:
@@ -238,7 +238,7 @@ def _patched_otherwise(kind: type[ModelPatcher]) -> str | None:
 
 
 def _weights_of(kind: type) -> str:
-    """The usual name of weights of another pack's class, and the reason why there is no engine."""
+    """Describe weights of another pack's class by their usual name, and say why there is no engine."""
     name = next((words for part, words in _NAMES.items() if part in kind.__name__), None)
     return f"{name} weights, and engines need plain ones" if name else f"weights of another pack ({kind.__qualname__})"
 
@@ -249,7 +249,7 @@ _patched: weakref.WeakKeyDictionary[torch.nn.Module, dict[object, bool]] = weakr
 
 
 def cast_when_called(patcher: ModelPatcher) -> Mapping[str, torch.dtype]:
-    """Name -> fp8 dtype of the weights that ComfyUI has in a wider one, and casts to it before they compute."""
+    """Return name -> fp8 dtype of weights that ComfyUI keeps in a wider dtype and casts before they compute."""
     if not patcher.is_dynamic():
         return {}
     model = patcher.model
@@ -319,6 +319,6 @@ def _parameter(patcher: ModelPatcher, key: str) -> tuple[torch.nn.Module, torch.
 
 
 def forget_casts(patcher: ModelPatcher) -> None:
-    """Forget the cached facts about a model's weights: some of its layers were replaced."""
+    """Drop the cached facts about a model's weights, because some of its layers were replaced."""
     _kept.pop(patcher.model, None)
     _patched.pop(patcher.model, None)

@@ -1,6 +1,6 @@
 """The hash of a loaded model's weights, and the edits that other nodes make to them.
 
-Other nodes may write to weights or replace them. No patch tells of that, and torch counts no versions of tensors that
+Other nodes may write to weights or replace them. No patch shows that, and torch counts no versions of tensors that
 nodes make. So some values of every weight are compared once per run, which takes a millisecond or two.
 """
 
@@ -34,23 +34,23 @@ PLACES, VALUES = 4, 64
 """Number of runs, and of values in each, that make the sample of a weight."""
 
 AHEAD = 16
-"""Weights that wait to be hashed: patched and dequantised ones are copies, which must not pile up."""
+"""Most weights that wait to be hashed: patched and dequantised weights are copies, which must not pile up."""
 
 _hashes: weakref.WeakKeyDictionary[torch.nn.Module, dict[object, str]] = weakref.WeakKeyDictionary()
 _taken: weakref.WeakKeyDictionary[torch.nn.Module, dict[object, str]] = weakref.WeakKeyDictionary()
-"""The hashes that were taken from disk, with the keys that they were found under, until they are used again."""
+"""State of a model -> key of its hash on disk, from the first use of that hash until the second."""
 
 
 def weights_hash(patcher: ModelPatcher, prefix: str = "", check: Check | None = None) -> str:
-    """sha256 over names, shapes and values of the weights.
+    """Return the sha256 over names, shapes and values of the weights.
 
-    Values are hashed as float32, so a file that ComfyUI loads as float16 on a GPU and as float32 on a CPU has one hash.
+    Values are hashed as float32: a file has the same hash as float16 on a GPU and as float32 on a CPU.
     Computed once per loaded model and set of weight patches, and once ever for a file whose loader is known.
     """
     known = _hashes.setdefault(patcher.model, {})
     state = _state(patcher, prefix)
     taken = _taken.setdefault(patcher.model, {})
-    if state in taken and not hash_cache.still_holds(taken.pop(state)):  # asked at its second use, by when it is read
+    if state in taken and not hash_cache.still_holds(taken.pop(state)):  # at the second use the file has been read
         del known[state]
     if state not in known:
         source = _kept_under(patcher, prefix)
@@ -65,33 +65,33 @@ def weights_hash(patcher: ModelPatcher, prefix: str = "", check: Check | None = 
 
 
 def own_hash(patcher: ModelPatcher, prefix: str = "") -> str:
-    """The hash of the model's own weights, without the patcher's patches."""
+    """Return the hash of the model's own weights, without the patcher's patches."""
     bare = patcher.clone()
     bare.patches = {}
     return weights_hash(bare, prefix)
 
 
 def known_hash(patcher: ModelPatcher, prefix: str = "") -> str:
-    """The hash of the weights if it is known already, else ``""``."""
+    """Return the hash of the weights if it is known already, else ``""``."""
     return _hashes.get(patcher.model, {}).get(_state(patcher, prefix), "")
 
 
 def forget_hash(patcher: ModelPatcher) -> None:
-    """Forget a model's hashes, because they turned out to be wrong."""
+    """Drop a model's hashes, because they turned out to be wrong."""
     _hashes.pop(patcher.model, None)
     for prefix in ("", "diffusion_model."):
         hash_cache.forget(_kept_under(patcher, prefix))
 
 
 def _kept_under(patcher: ModelPatcher, prefix: str) -> str | None:
-    """The key of a model's hash on disk; None where its weights differ from its file's."""
+    """Return the key of a model's hash on disk; None where its weights differ from its file's."""
     if edition_of(patcher):
         return None
     return hash_cache.key_of(patcher, prefix, lambda: _sample(patcher, prefix))
 
 
 def fingerprint(patcher: ModelPatcher, prefix: str = "") -> str:
-    """Hash of the small weights alone, in milliseconds: where it differs, the weights differ."""
+    """Return the hash of the small weights alone, in milliseconds: where it differs, the weights differ."""
     known = _hashes.setdefault(patcher.model, {})
     state = ("fingerprint", *_state(patcher, prefix))
     if state not in known:
@@ -100,7 +100,7 @@ def fingerprint(patcher: ModelPatcher, prefix: str = "") -> str:
 
 
 def _sample(patcher: ModelPatcher, prefix: str) -> str:
-    """Hash of a few values from every weight as it was loaded, in milliseconds.
+    """Return the hash of a few values from every weight as it was loaded, in milliseconds.
 
     Training, merging and LoRAs change nearly all values of a weight, but often leave biases and norms alone.
     """
@@ -116,7 +116,7 @@ def _sample(patcher: ModelPatcher, prefix: str) -> str:
 
 
 def digest(name: str, tensor: torch.Tensor) -> bytes:
-    """sha256 of one weight."""
+    """Return the sha256 of a weight."""
     values = tensor.to(torch.float32).contiguous()
     h = hashlib.sha256(f"{name} {tuple(values.shape)} ".encode())
     h.update(memoryview(values.numpy()).cast("B") if values.numel() else b"")
@@ -124,7 +124,7 @@ def digest(name: str, tensor: torch.Tensor) -> bytes:
 
 
 def combine(digests: Mapping[str, bytes]) -> str:
-    """The hash of a model from the digests of its weights by name."""
+    """Return the hash of a model from the digests of its weights by name."""
     total = hashlib.sha256()
     for name in sorted(digests):
         total.update(digests[name])
@@ -132,14 +132,14 @@ def combine(digests: Mapping[str, bytes]) -> str:
 
 
 def hash_of_parts(hashes: Sequence[str]) -> str:
-    """The hash of a network from its parts' hashes; ``""`` where one of them is not known."""
+    """Return the hash of a network from its parts' hashes; ``""`` unless all are known."""
     if len(hashes) == 1 or not all(hashes):
         return hashes[0] if len(hashes) == 1 else ""
     return hashlib.sha256(" ".join(hashes).encode()).hexdigest()
 
 
 def hashing_pool() -> ThreadPoolExecutor:
-    """Threads to call ``digest`` in: hashing releases the GIL."""
+    """Return threads to call ``digest`` in: hashing releases the GIL."""
     return ThreadPoolExecutor(min(8, os.cpu_count() or 1))
 
 
@@ -172,7 +172,7 @@ def _state(patcher: ModelPatcher, prefix: str) -> tuple:
 
 
 COMPARED = 4
-"""Values compared of each weight, from rows at equal distances: each may be a page of a file that is not in memory."""
+"""Values compared of each weight. They are few: each may be in a page of a file that is not in memory."""
 
 @dataclass
 class _Noted:
@@ -180,7 +180,7 @@ class _Noted:
 
     Attributes:
         places: each weight's name, with the dict of the layer that holds it and its name there.
-        edition: number of edits that were found before.
+        edition: number of edits found so far.
     """
 
     places: list[tuple[str, dict, str]]
@@ -192,13 +192,13 @@ _noted: weakref.WeakKeyDictionary[torch.nn.Module, _Noted] = weakref.WeakKeyDict
 
 
 def edition_of(patcher: ModelPatcher) -> int:
-    """The edition that ``look_for_edits`` found last. Cheap."""
+    """Return the edition that ``look_for_edits`` found last. Cheap."""
     known = _noted.get(patcher.model)
     return 0 if known is None else known.edition
 
 
 def look_for_edits(patcher: ModelPatcher) -> int:
-    """The edition of a model's own weights, without patches: a new number after each edit."""
+    """Return the edition of a model's own weights, without patches: a new number after each edit."""
     known = _noted.get(patcher.model)
     if known is None:
         places = [(f"{path}.{leaf}" if path else leaf, layer._parameters, leaf)
@@ -210,7 +210,7 @@ def look_for_edits(patcher: ModelPatcher) -> int:
 
 
 def forget_places(patcher: ModelPatcher) -> None:
-    """Note a model's weights anew, as edited: some of its layers were replaced."""
+    """Note a model's weights anew and count an edit, because some of its layers were replaced."""
     before = edition_of(patcher)
     _noted.pop(patcher.model, None)
     look_for_edits(patcher)
@@ -218,7 +218,7 @@ def forget_places(patcher: ModelPatcher) -> None:
 
 
 def _values_of(patcher: ModelPatcher, places: list[tuple[str, dict, str]]) -> bytes:
-    """Some values of every weight, in the order of the names; of patched weights from ComfyUI's backup."""
+    """Return some values of every weight; of patched weights from ComfyUI's backup."""
     parts: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
     aside, by_hooks = getattr(patcher, "backup", {}), getattr(patcher, "hook_backup", {})
     with torch.inference_mode():
@@ -237,7 +237,7 @@ def _values_of(patcher: ModelPatcher, places: list[tuple[str, dict, str]]) -> by
 
 
 def _some(weight: torch.Tensor) -> torch.Tensor:
-    """Values from the middle column of rows at equal distances, wherever and in whatever order they lie in memory."""
+    """Return values from the middle column of rows at equal distances, for any strides of the weight."""
     shape, strides = weight.shape, weight.stride()
     if not shape:
         return weight.reshape(1)

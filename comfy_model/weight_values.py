@@ -24,7 +24,7 @@ class PatchedWeight(NamedTuple):
     Attributes:
         key: its name in the model.
         stored: the weight without patches, as ComfyUI keeps it.
-        convert: makes of it what patches are applied to.
+        convert: makes the tensor that patches are applied to.
         patches: the acting patches, see ``acting``.
         cast: the dtype that ComfyUI casts it to before it computes, or None, see ``cast_when_called``.
     """

@@ -1,6 +1,6 @@
 """Owner of code: ComfyUI, torch, Python, this pack, or another pack; and code of other packs that a network runs.
 
-``is_known`` asks for any code. The functions for controls ask whether ComfyUI's own code, and no other, computes.
+``is_known`` serves any code. The functions for controls tell whether only ComfyUI's own code computes.
 
 Engines compute as ComfyUI's own code does. Packs replace functions of its modules and methods of its classes for all
 models at once, some for good, some for a single call. ``replaced_code`` notes each such place that a network's forward
@@ -37,7 +37,7 @@ _MOST_WRAPPED = 16
 
 
 def wrapped(function: Any) -> Iterator[Any]:
-    """A function and the functions that it wraps."""
+    """Iterate over a function and the functions that it wraps."""
     for _ in range(_MOST_WRAPPED):
         yield function
         if (function := getattr(function, "__wrapped__", None)) is None:
@@ -45,7 +45,7 @@ def wrapped(function: Any) -> Iterator[Any]:
 
 
 def code_of(value: Any) -> types.CodeType | None:
-    """The code of a Python function, or None."""
+    """Return the code of a Python function, or None."""
     return getattr(value, "__code__", None)
 
 
@@ -62,7 +62,7 @@ def is_known(value: Any) -> bool:
 
 
 def pack_of(value: Any) -> str:
-    """Return whose a function or object is: the folder of the pack, else the name of its module. No path."""
+    """Return the owner of a function or object: the folder of the pack, else the name of its module. No path."""
     value = getattr(value, "func", value)
     code = code_of(value)
     owner = value if hasattr(value, "__module__") else type(value)
@@ -94,14 +94,14 @@ def _is_known_file(name: str) -> bool:
 
 @functools.cache
 def _own_folders() -> tuple[str, ...]:
-    """The folders of libraries, each with a separator at its end."""
+    """Return the folders of libraries, each with a separator at its end."""
     files = [getattr(sys.modules.get(name), "__file__", None) for name in _LIBRARIES]
     return tuple(f"{Path(file).parent}{os.sep}" for file in files if file)
 
 
 @functools.cache
 def _shared_folders() -> tuple[str, ...]:
-    """The folders of ComfyUI, of this pack and of Python's library, in which other packs' code may lie too."""
+    """Return the folders of ComfyUI, of this pack and of Python's library, in which other packs' code may lie too."""
     import comfy.controlnet
 
     folders = Path(comfy.controlnet.__file__).parents[1], Path(__file__).parents[1], Path(os.__file__).parent
@@ -109,7 +109,7 @@ def _shared_folders() -> tuple[str, ...]:
 
 
 _METHODS = ("get_control", "control_merge")
-"""Methods whose work ``control_stack`` does by itself for a ControlNet."""
+"""Methods of a ControlNet in whose place ``control_stack`` computes."""
 
 
 @functools.cache
@@ -157,7 +157,7 @@ def has_foreign_methods(control: ControlBase) -> bool:
 def is_stock(function: Callable[..., Any]) -> bool:
     """Tell whether a function and all functions of its module that it names are ComfyUI's.
 
-    Then nobody else sees its arguments.
+    Then no other code sees its arguments.
     """
     if not _is_comfyuis(function):
         return False
@@ -192,22 +192,22 @@ _FOLLOWED = ("comfy.ldm", "comfy.cldm", "comfy.taesd", "comfy.ops", "torch.nn.mo
 _LOOKED_INTO = (*_FOLLOWED, "comfy.float", "torch", "einops", "math", "comfy_kitchen")
 """Packages in which a name after a dot is looked up."""
 _CASTS = ("comfy.model_management", "cast_to")
-"""A module of which networks use only some functions, and the start of these functions' names."""
+"""A module, and the start of the names of its functions that networks use."""
 ATTENTION = "scaled_dot_product_attention"
 """The function of torch that the attention of ComfyUI and of engines calls in the end."""
 
 _CALLED = ("forward", "decode", "encode", "forward_control_block", "forward_noise_refiner_block", "apply",
            "encode_conditioning")
-"""Methods that ComfyUI calls from outside: two of VAEs, the others of model patches' networks."""
+"""Methods that ComfyUI calls from outside: ``decode`` and ``encode`` of VAEs, the rest of model patches' networks."""
 
 _MAY_DIFFER: Mapping[tuple[str, str], Callable[[Callable], bool]] = {APPLY_CONTROL: only_adds_residuals}
-"""Places where packs leave harmless functions for good, with a test of harmlessness: they differ only in calls that no
-engine takes."""
+"""Places where packs leave harmless functions for good -> a test of harmlessness: harmless functions differ only in
+calls that no engine takes."""
 
 _IDLE = frozenset({"run_every_op"})
-"""Functions that compute nothing: this one looks for interrupts."""
+"""Functions that compute nothing: ``run_every_op`` looks for interrupts."""
 _CHOSEN = "optimized_attention"
-"""Start of the names under which ComfyUI has the attention that the GPU and the user's flags choose."""
+"""Start of ComfyUI's names for the attention that the GPU and the user's flags choose."""
 
 _code = attrgetter("__code__")
 
@@ -222,7 +222,7 @@ class _Places:
     Attributes:
         owners: the namespaces, by their ids.
         found: of each namespace the names and the objects.
-        classes: namespaces of classes: a method may be put before an inherited one.
+        classes: namespaces of classes: a new entry may hide an inherited method.
         foreign: another pack's objects that compute something else, in words.
     """
 
@@ -232,7 +232,7 @@ class _Places:
     foreign: list[str] = field(default_factory=list)
 
     def freeze(self) -> None:
-        """Make ready what ``unchanged`` compares."""
+        """Prepare the lists that ``unchanged`` compares."""
         self._readers = [(itemgetter(*names), self.owners[owner]) for owner, names in self.found.items()]
         self._objects = self._now()
         inner = (_inner(one) for found in self.found.values() for one in found.values())
@@ -252,7 +252,7 @@ class _Places:
         return same and list(map(_code, self._functions)) == self._codes and list(map(len, self.classes)) == self._sizes
 
     def add(self, owner: Mapping[str, Any], name: str, module: str, qualified: str) -> list[Callable]:
-        """Note a place by its module and the name there; its functions where their code is to be read."""
+        """Note a place by its module and the name there; return its functions whose code is to be read."""
         value = owner[name]
         self.owners[id(owner)] = owner
         self.found.setdefault(id(owner), {})[name] = value
@@ -270,9 +270,9 @@ class _Places:
 
 
 def replaced_code(kinds: frozenset[type]) -> str | None:
-    """Find code of another pack that layers of some classes compute with; in words, or None.
+    """Describe code of another pack that layers of some classes compute with, or return None.
 
-    Reads that code the first time, in milliseconds; after that it compares, in microseconds.
+    The first time it reads the code, in milliseconds; after that it compares, in microseconds.
     """
     places = _noted.get(kinds)
     if places is not None and places.unchanged():
@@ -285,7 +285,7 @@ def replaced_code(kinds: frozenset[type]) -> str | None:
 
 
 def _places_of(kinds: Collection[type]) -> _Places:
-    """All places that the forward of some classes reaches, directly or through ComfyUI's functions."""
+    """Return all places that the forward of these layer classes reaches, directly or through ComfyUI's functions."""
     places, known, todo = _Places(), set(), []
     bases = {base for kind in kinds for base in kind.__mro__} - {object, torch.nn.Module}
     methods: dict[str, list[type]] = {}  # code that calls a method has only the method's name
@@ -332,7 +332,7 @@ def _places_of(kinds: Collection[type]) -> _Places:
 
 
 def _used_by(function: Callable, names: Collection[str]) -> Iterator[tuple[Mapping[str, Any], str, str]]:
-    """Callables in modules that a function's code names: the namespace, the name and the module's name."""
+    """Iterate over callables that a function's code names: their namespace, name there, and module's name."""
     space = function.__globals__
     todo, seen = [], set()
     for name in names:
@@ -357,18 +357,18 @@ def _used_by(function: Callable, names: Collection[str]) -> Iterator[tuple[Mappi
 
 
 def _belongs_there(value: Any, name: str) -> bool:
-    """Tell whether a known object has the name of its place: packs put ComfyUI's own functions into others' places."""
+    """Tell whether a known object has the name of its place: packs put ComfyUI's functions into other places too."""
     if isinstance(value, type) or name == "__call__":
         return True
-    own = getattr(value, "__name__", None)  # a partial has none: it gives its function other arguments
+    own = getattr(value, "__name__", None)  # a partial has no name: it gives its function other arguments
     return own == name or (name.startswith(_CHOSEN) and str(own).startswith("attention_"))
 
 
 def _is_context(value: Any) -> bool:
-    """Tell whether a place holds a class that layers enter around their work: those of newer servers cast so."""
+    """Tell whether a place holds a context manager around a layer's work: layers of newer servers cast in it."""
     return isinstance(value, type) and value.__module__ == "comfy.ops" and hasattr(value, "__enter__")
 
 
 def _inner(value: Any) -> Any:
-    """The function in a class's entry, be it a static method, a class method or a property."""
+    """Return the function in a class's entry, be it a static method, a class method or a property."""
     return getattr(value, "__func__", None) or getattr(value, "fget", None) or value

@@ -26,10 +26,10 @@ log = logging.getLogger(__name__)
 
 
 class EngineWeights:
-    """Weights of one native module for one engine, refitted from patcher to patcher. It keeps neither alive.
+    """Weights of a native module for an engine, refitted from patcher to patcher. It keeps no module or patcher alive.
 
     It knows the patches of each parameter in the engine, so a LoRA at another strength refits only the parameters of
-    that LoRA. An engine that was built with the weights of this very model is given only the patched ones.
+    that LoRA. An engine that was built with the weights of this very model is given only patched weights.
     """
 
     def __init__(self, network: NativeNetwork, engine: Engine, keeps: bool = False):
@@ -38,7 +38,7 @@ class EngineWeights:
             keeps: True if the engine has the weights that it was built with when it is opened.
 
         Raises:
-            Unavailable: the engine is not one of this network.
+            Unavailable: the engine has other parameters than this network.
         """
         self._module = weakref.ref(network.module)
         self._places = list(zip(network.starts, (part.prefix for part in network.parts), strict=True))
@@ -51,7 +51,7 @@ class EngineWeights:
         if strange or not self._initialisers:
             what = f"wants a weight {min(strange)}" if strange else "takes no weights"
             raise Unavailable(Reason.BROKEN_ENGINE, f"{engine.folder.name} {what}, unlike {network.label}")
-        # what another machine says of its engine is not believed
+        # a manifest from another machine is not trusted
         self._built_with = engine.manifest.built_with if keeps and trust.built_here(engine) else ""
         self._patcher: weakref.ref[ModelPatcher] | None = None
         self._inside: dict[str, list] | None = None  # parameter -> its patches; None: the weights are unknown
@@ -67,7 +67,7 @@ class EngineWeights:
         self._patcher = weakref.ref(patcher)
 
     def forget(self) -> None:
-        """Forget the weights of an engine that was closed: opened again it has its own."""
+        """Forget the weights of an engine that was closed: when it is opened again, it has its own."""
         self._inside, self._as_opened = None, True
 
     @property
@@ -76,7 +76,7 @@ class EngineWeights:
         return self._inside is None or self._state() != self._version
 
     def _state(self) -> tuple:
-        """Return a value that changes with the patcher's weights: its patches, then what others edited."""
+        """Return a value that changes with the patcher's weights: versions of patches, then editions of weights."""
         patchers = self._patchers()
         return tuple(map(version_of, patchers)), tuple(map(edition_of, patchers))
 
@@ -104,7 +104,7 @@ class EngineWeights:
         self._inside, self._version = wanted, version
 
     def _models_own(self) -> dict[str, list] | None:
-        """Return the patches in an engine that was just opened: none, if it was built with this model's own weights."""
+        """Return no patches for each parameter, if the engine was built with this model's own weights, else None."""
         if not self._built_with or self._own_hash() != self._built_with:
             return None
         return {name: [] for name in self._initialisers}
