@@ -43,13 +43,15 @@ def source_of(patcher: ModelPatcher) -> dict | None:
     """Return the file that a model was loaded from (``path``, ``size``, ``mtime_ns``), or None when it is not known."""
     loader = getattr(patcher, "cached_patcher_init", None)
     path = loader[1][0] if loader and loader[1] else None
-    if not isinstance(path, str):
-        return None
+    return _on_disk(os.path.realpath(path)) if isinstance(path, str) else None
+
+
+def _on_disk(path: str) -> dict | None:
     try:
         stat = os.stat(path)
-    except OSError:
+    except (OSError, ValueError):
         return None
-    return {"path": os.path.realpath(path), "size": stat.st_size, "mtime_ns": stat.st_mtime_ns}
+    return {"path": path, "size": stat.st_size, "mtime_ns": stat.st_mtime_ns}
 
 
 def key_of(patcher: ModelPatcher, prefix: str, sample: Callable[[], str]) -> str | None:
@@ -84,8 +86,13 @@ def write(key: str | None, value: str) -> None:
         return
     _change(lambda entries: entries.update({key: value}))
     if _folder is not None:
-        digest = digest_of(_path_in(key))
-        when_known(digest, lambda known: _change(lambda entries: entries.update({_file_key(key): known})))
+        digest_of(_path_in(key)).add_done_callback(lambda digest: _keep_digest(key, digest.result()))
+
+
+def _keep_digest(key: str, digest: str) -> None:
+    """Keep the digest of a key's file, unless reading it failed."""
+    if digest:
+        _change(lambda entries: entries.update({_file_key(key): digest}))
 
 
 def still_holds(key: str | None) -> bool:
@@ -96,8 +103,8 @@ def still_holds(key: str | None) -> bool:
     if key is None or _folder is None:
         return True
     digest, kept = digest_of(_path_in(key)).result(), _entries().get(_file_key(key))
-    if kept is None and digest:
-        _change(lambda entries: entries.update({_file_key(key): digest}))
+    if kept is None:
+        _keep_digest(key, digest)
     if kept is None or digest == kept:
         return True
     log.warning("Hybrid TRT: %s was changed without a sign of it; its weights are hashed anew", _path_in(key))
@@ -165,12 +172,8 @@ def source_changed(engine: Engine) -> Fallback | None:
     record, source = trust.record_of(engine), engine.manifest.source
     if record is None or record.verdict != trust.BUILT or not record.here or engine.manifest.identity.any_weights:
         return None
-    try:
-        stat = os.stat(source["path"])
-    except (OSError, KeyError, ValueError):
-        return None
-    now = {"path": source["path"], "size": stat.st_size, "mtime_ns": stat.st_mtime_ns}
-    if now == dict(source) or engine.manifest.identity.weights in known_hashes(now):
+    now = _on_disk(source.get("path", ""))
+    if now is None or now == dict(source) or engine.manifest.identity.weights in known_hashes(now):
         return None
     if known_hashes(dict(source)) & known_hashes(now):
         return None  # the same contents with another time; the engine has a LoRA in it, so its hash is of no file
@@ -201,11 +204,6 @@ def digest_of(path: str) -> Future[str]:
             # a daemon: a server that stops does not wait for the thread
             threading.Thread(target=_read, args=(path, found), name="Hybrid TRT file digest", daemon=True).start()
         return _digests[key]
-
-
-def when_known(digest: Future[str], then: Callable[[str], object]) -> None:
-    """Call ``then`` with a digest, unless reading failed."""
-    digest.add_done_callback(lambda done: then(done.result()) if done.result() else None)
 
 
 def _read(path: str, found: Future[str]) -> None:

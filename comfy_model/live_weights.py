@@ -260,7 +260,9 @@ class LiveWeights:
             self._parameter(name).copy_(tensor)
 
     def _shares(self, patcher: ModelPatcher) -> bool:
-        return self._share and not patcher.is_dynamic() and _holds_its_patches(patcher)
+        """Tell whether ComfyUI has loaded the model with exactly this patcher's weight patches in place."""
+        loaded = patcher.model.current_weight_patches_uuid == patcher.patches_uuid
+        return self._share and loaded and not patcher.is_dynamic()
 
     def _shareable(self, patchers: Sequence[ModelPatcher]) -> set[str]:
         """Return the names of parameters that can be shared; of fused or quantised layers all or none."""
@@ -332,8 +334,3 @@ def _places(module: torch.nn.Module) -> Iterator[tuple[str, tuple[torch.nn.Modul
         for leaf, parameter in layer._parameters.items():
             if parameter is not None:
                 yield f"{path}.{leaf}" if path else leaf, (layer, leaf)
-
-
-def _holds_its_patches(patcher: ModelPatcher) -> bool:
-    """Tell whether ComfyUI has loaded the model with exactly this patcher's weight patches in place."""
-    return patcher.model.current_weight_patches_uuid == patcher.patches_uuid

@@ -1,4 +1,4 @@
-"""Formats of weights: those without engines, and the form in which a copy of a network has each weight.
+"""Formats of weights: formats without engines, and the form in which a copy of a network has each weight.
 
 No engine: weights of other packs. GGUF, bitsandbytes, Nunchaku and their like hand ComfyUI tensors of their own class,
 or packed whole numbers that only their layers can read.

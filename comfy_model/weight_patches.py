@@ -63,12 +63,7 @@ def _remembered(answers: dict[tuple[object, int], Answer], patcher: ModelPatcher
 
 def acting(patches: Iterable[tuple]) -> list[tuple]:
     """Return the patches that change a weight. A LoRA for CLIP alone leaves patches of strength 0 on the model."""
-    return [patch for patch in patches if not _is_idle(patch)]
-
-
-def _is_idle(patch: tuple) -> bool:
-    strength, value, strength_model = patch[:3]
-    return strength == 0 and strength_model == 1 and not _acts_at_any_strength(value)
+    return [patch for patch in patches if patch[0] != 0 or patch[2] != 1 or _acts_at_any_strength(patch[1])]
 
 
 def _acts_at_any_strength(value: object) -> bool:

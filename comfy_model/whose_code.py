@@ -1,6 +1,6 @@
 """Owner of code: ComfyUI, torch, Python, this pack, or another pack; and code of other packs that a network runs.
 
-``is_known`` serves any code. The functions for controls tell whether only ComfyUI's own code computes.
+``is_known`` serves any code. The functions for controls tell whether another pack's code computes.
 
 Engines compute as ComfyUI's own code does. Packs replace functions of its modules and methods of its classes for all
 models at once, some for good, some for a single call. ``replaced_code`` notes each such place that a network's forward
@@ -120,26 +120,11 @@ def _controlnets() -> types.ModuleType:
     return comfy.controlnet
 
 
-def computes_as_comfyui(control: ControlNet) -> bool:
-    """Tell whether a ControlNet runs ComfyUI's code: no pack has put methods of its own on it or on its class."""
-    if _own_methods(control):
-        return False
-    comfyui = _controlnets()
-    return all(_file_of(getattr(comfyui.ControlNet, name)) == comfyui.__file__ for name in _METHODS)
-
-
-def makes_hints_as_comfyui(control: ControlNet) -> bool:
-    """Tell whether ComfyUI's code alone makes a hint; it changes no image in place."""
-    from comfy import utils
-
-    comfyui = _controlnets()
-    if _file_of(utils.common_upscale) != utils.__file__ or not computes_as_comfyui(control):
-        return False
-    return _file_of(control.preprocess_image) == comfyui.__file__
-
-
 def is_foreign(control: ControlNet) -> bool:
-    """Tell whether another pack's code computes for a ControlNet or makes its hint."""
+    """Tell whether another pack's code computes for a ControlNet or makes its hint.
+
+    ComfyUI's own code for hints changes no image in place.
+    """
     from comfy import utils
 
     makes_hints = (control.preprocess_image, utils.common_upscale)

@@ -195,5 +195,5 @@ def with_live_fallback(engine: Session, live: Session, network: NativeNetwork) -
         network: whose weights the engine has, patches included.
     """
     key = ("backed by live", id(engine), id(live), id(network.patcher))
-    # ids may be those of earlier objects, hence ``joins``
+    # an id may be that of an earlier object, hence ``joins``
     return shared(key, lambda s: s.joins(engine, live, network), lambda: WithLiveFallback(engine, live, network))

@@ -360,7 +360,7 @@ def file_session(
         def make() -> FileSession:
             return FileSession(engine, load, device, weights=EngineWeights(network, engine, keeps_weights))
 
-        # ids may be those of earlier objects
+        # an id may be that of an earlier object
         found = shared(key, lambda found: found.serves_module(module), make)
     found.renew(engine)
     return found

@@ -11,7 +11,7 @@ import torch
 from comfy.controlnet import ControlBase, ControlNet
 
 from ..comfy_model.comfyui_shims import give_hint
-from ..comfy_model.whose_code import makes_hints_as_comfyui
+from ..comfy_model.whose_code import is_foreign
 from .settings import AS_CONNECTED, EDGES, THE_FRAME
 from .transfers import upload
 
@@ -190,4 +190,4 @@ def _makes_hint_here(control: ControlBase) -> bool:
         return False
     if control.concat_mask or control.extra_concat_orig or control.multigpu_clones:
         return False
-    return makes_hints_as_comfyui(control)
+    return not is_foreign(control)
