@@ -226,12 +226,7 @@ class LiveWeights:
                 native = start + weight.key[len(prefix) :]
                 names = [name for name in self._names.get(native, ()) if name in self._places]  # a buffer has none
                 if shareable.issuperset(names):
-                    for name in names:
-                        live = self._laid_out(name)
-                        if self._shared.get(name) != live.data_ptr():
-                            self._put(name, live)
-                            moved = True
-                        shared[name] = live.data_ptr()
+                    moved |= self._put_native(names, shared)
                     continue
                 fresh = any(self._parameter(name).is_meta or name in self._shared for name in names)
                 if fresh:
@@ -248,6 +243,17 @@ class LiveWeights:
             raise Unavailable(Reason.MODEL_PATCHED, f"another node has taken {lacking} out of the model")
         self._patched, self._shared = patched, shared
         self.generation += moved
+
+    def _put_native(self, names: Sequence[str], shared: dict[str, int]) -> bool:
+        """Use native parameters and note their addresses in ``shared``. Return True if one is not where it was."""
+        moved = False
+        for name in names:
+            live = self._laid_out(name)
+            if self._shared.get(name) != live.data_ptr():
+                self._put(name, live)
+                moved = True
+            shared[name] = live.data_ptr()
+        return moved
 
     def _write(self, names: Sequence[str], weight: PatchedWeight) -> None:
         """Write a native weight, as its layer computes with it, to its parameters here."""

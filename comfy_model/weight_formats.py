@@ -6,17 +6,6 @@ or packed whole numbers that only their layers can read.
 A copy has most weights in the dtype that the network computes in. The rest stay as ComfyUI stores them, and are cast
 while they are used, as its own layers do it: fp8 since it takes half the memory, wider ones since their layers compute
 in them. Quantised weights (``comfy_quant``) are several tensors each, see ``architectures.quantised_linear``.
-
-Plain fp8 weights are cast by ComfyUI; quantised ones (``comfy_quant``, or ``scaled_fp8``, which becomes the same when
-it is loaded) are multiplied as they are where the GPU can. Their values depend on the way in which the model is loaded:
-
-* *Loaded whole*, patched ones are rounded up or down at random, with a seed from their name. Engines have these values.
-* *Loaded in part*, weights off the device are patched in each call, and not rounded. Engines have the
-  values of the model loaded whole.
-* *Dynamic VRAM* keeps a file's weights as they are and casts large layers when they are called. The first call
-  of a patched layer has the unrounded weight. Later calls have it rounded by another seed, while there is room for it.
-  Engines have the value of the model loaded whole, about as far from both as these are from each other. Weights that
-  are multiplied as they are always have the rounded value, and so have engines.
 """
 
 from __future__ import annotations
@@ -49,8 +38,8 @@ SERVED = ("TensorCoreFP8E4M3Layout", "TensorCoreFP8E5M2Layout", "TensorWiseINT8L
 
 
 @functools.cache
-def quantised_class() -> type:
-    """ComfyUI's class of quantised weights."""
+def _quantised_class() -> type:
+    """Return ComfyUI's class of quantised weights."""
     from comfy.quant_ops import QuantizedTensor
 
     return QuantizedTensor
@@ -58,7 +47,7 @@ def quantised_class() -> type:
 
 def is_quantised(weight: torch.Tensor | None) -> bool:
     """Tell whether a weight has ComfyUI's class of quantised weights."""
-    return isinstance(weight, quantised_class())
+    return isinstance(weight, _quantised_class())
 
 
 def is_fp8(dtype: torch.dtype) -> bool:

@@ -2,6 +2,18 @@
 
 So a LoRA before the engine node is part of them, and neither the place nor the dtype in which ComfyUI holds them
 matters.
+
+ComfyUI casts plain fp8 weights. Quantised weights (``comfy_quant``; ``scaled_fp8`` becomes that when it is loaded) are
+multiplied without a cast where the GPU can. With a LoRA, the values of both depend on how the model is loaded:
+
+* *Loaded whole*: patched weights are rounded up or down at random, with a seed from their name. Engines have these
+  values.
+* *Loaded in part*: weights off the device are patched in each call, and not rounded. Engines have the values of the
+  model loaded whole.
+* *Dynamic VRAM* keeps a file's weights and casts large layers when they are called. The first call of a patched layer
+  has the unrounded weight. Later calls have it rounded by another seed, while there is room for it. Engines have the
+  value of the model loaded whole, which is about as far from both values as these are from each other. Weights that are
+  multiplied without a cast always have the rounded value, and so have engines.
 """
 
 from __future__ import annotations
