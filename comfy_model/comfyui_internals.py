@@ -109,7 +109,7 @@ def _find(name: str) -> Any:
 
 
 _SERVERS = ("execution",)
-"""Modules that only a server needs, and has imported by now."""
+"""Modules that only a server needs. A server has imported them before this pack."""
 
 
 def _words(name: str) -> str:

@@ -1,4 +1,4 @@
-"""A loaded native network as the builder and the nodes see it: one module inside one ComfyUI patcher."""
+"""A loaded native network as the builder and the nodes see it: a module inside a ComfyUI patcher."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ _both: weakref.WeakKeyDictionary[torch.nn.Module, weakref.WeakKeyDictionary[Mode
 
 @dataclass(frozen=True)
 class NativeNetwork:
-    """The network that an engine stands in for.
+    """The network that an engine computes in the place of ComfyUI.
 
     Attributes:
         patcher: ComfyUI's patcher that loads, patches and moves the weights.
         module: the UNet, ControlNet or VAE itself.
-        prefix: where ``module`` lies in the patcher's model: ``"diffusion_model."``, or ``""`` for the whole model.
+        prefix: the path of ``module`` in the patcher's model: ``"diffusion_model."``, or ``""`` for the whole model.
         dtype: its compute dtype.
         label: its name as the user knows it.
         role: its role in ComfyUI; a VAE's module has two roles.

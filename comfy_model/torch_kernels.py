@@ -39,7 +39,7 @@ def lay_out_in_place(tensor: torch.Tensor) -> torch.Tensor:
     with torch.inference_mode(tensor.is_inference()):
         place = tensor.as_strided(ready.shape, ready.stride())
         place.copy_(ready)
-        tensor.data = place  # holders of this very tensor still see its values
+        tensor.data = place  # whoever holds this tensor object still sees its values
     return tensor.data
 
 

@@ -87,7 +87,7 @@ def plain(weight: torch.Tensor) -> torch.Tensor:
 
 
 def value_of(weight: PatchedWeight, device: torch.device, called: bool = False) -> torch.Tensor:
-    """Return a weight as the sampler would use it: computed on a device where it is patched, else as it lies there.
+    """Return a weight as the sampler would use it: computed on ``device`` if it is patched, else where it is.
 
     A patched weight is rounded to the dtype that ComfyUI keeps it in, as where a model is loaded whole. fp8 is computed
     as in ComfyUI, on the same device: a wider dtype or another device's random numbers round otherwise.
@@ -167,8 +167,8 @@ def _with_patches(patcher: ModelPatcher, prefix: str) -> dict[str, list]:
 def _never_patched(model: torch.nn.Module, key: str, dynamic: bool) -> bool:
     """Tell whether ComfyUI loads a weight as it is, whatever patches it has, as ``ModelPatcher.load`` does.
 
-    It does so with weights that lie beside layers (``modulation`` of a block), and with buffers. With dynamic VRAM also
-    with weights of layers that are not its own. Merged models have patches on all of them.
+    It does so with weights of modules that have layers below them (``modulation`` of a block), and with buffers. With
+    dynamic VRAM it does so also with weights of layers that are not its own. Merged models have patches on all of them.
     """
     path, _, leaf = key.rpartition(".")
     layer = model.get_submodule(path)

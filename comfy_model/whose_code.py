@@ -229,7 +229,7 @@ class _Places:
         return [read(space) for read, space in self._readers]
 
     def unchanged(self) -> bool:
-        """True while the same objects lie in all places. Takes about 5 microseconds."""
+        """Tell whether the same objects are in all places. Takes about 5 microseconds."""
         try:
             same = self._now() == self._objects  # compares by identity first
         except KeyError:

@@ -162,8 +162,8 @@ class CudaCapture:
     """Captures on CUDA. All its graphs share a pool of memory, because they never run at once.
 
     Attributes:
-        stream: a stream to capture on, of this object alone. torch keeps one work space for matrix products per
-            stream, a graph has its address, and graphs of several such objects do run at once.
+        stream: a stream to capture on, of this object alone. torch keeps a work space for matrix products per stream,
+            and a graph has its address. Graphs of several objects may run at once, so they need several streams.
     """
 
     def __init__(self, device: torch.device):

@@ -59,8 +59,8 @@ class _Plan:
 class FileSession:
     """A ``Session`` of an engine on a device. It loads at its first call, and again after it was unloaded.
 
-    An engine has weights of its own, whatever patcher ComfyUI samples with, unless it takes any weights: then they
-    follow the patcher. Per-image passes, which no engine holds, always follow it.
+    An engine has weights of its own, for any patcher that ComfyUI samples with. The weights of an engine that takes any
+    weights follow the patcher. Per-image passes, which no engine holds, always follow it.
     """
 
     refusal = None

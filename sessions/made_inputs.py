@@ -232,6 +232,6 @@ class Zeros:
         return {spec.name: self._views[key] for spec, key in zip(absent, wanted, strict=True)}
 
     def clear(self) -> None:
-        """Give the memory back, as soon as nobody else holds it."""
+        """Let go of the memory."""
         self._memory.clear()
         self._views.clear()
