@@ -1,4 +1,4 @@
-"""How torch runs these networks: memory layout, the kernel for attention, float32 to compare with, time on a GPU."""
+"""Ways in which torch runs these networks: memory layout, attention kernel, float32 to compare with, time on a GPU."""
 
 from __future__ import annotations
 
