@@ -18,7 +18,7 @@ from ..backends import Backend, Progress, backends
 from ..engine_library import BuildError, Reason, Unavailable, life_signs
 from ..engine_library.atomic_files import FileLock
 from ..engine_library.disk import gigabytes
-from ..sessions.memory_words import says_out_of_memory
+from ..sessions.session import says_out_of_memory
 from .order import BuildOrder
 from .worker.task import Task
 from .worker_process import Log

@@ -13,12 +13,11 @@ from pathlib import Path
 import torch
 
 from ...architectures.shapes import sample_inputs
-from ...comfy_model.float32 import results_in_float32
-from ...comfy_model.torch_kernels import best_attention, laid_out
+from ...comfy_model import torch_kernels
+from ...comfy_model.torch_kernels import best_attention, laid_out, results_in_float32
 from ...engine_library import BuildError, yardstick
 from ...engine_library.engine import furthest
 from ...engine_library.gpu import driver_version
-from ...sessions import gpu_timing
 from ...sessions.cuda_graphs import GraphCache
 from .. import LiveTask, Progress
 from . import attention, graph_passes
@@ -136,8 +135,8 @@ def figures(function: torch.nn.Module, compiled: Compiled, given: list) -> dict:
             return {str(i): result for i, result in enumerate(results)}
 
         with torch.inference_mode(), best_attention(given[0].device):
-            native = gpu_timing.milliseconds(lambda: function(*given))
-            engine = gpu_timing.milliseconds(lambda: graphs.run(run, dict(zip(names, given, strict=True))))
+            native = torch_kernels.milliseconds(lambda: function(*given))
+            engine = torch_kernels.milliseconds(lambda: graphs.run(run, dict(zip(names, given, strict=True))))
     except Exception:
         log.warning("what a call takes was not measured", exc_info=True)
         return {}

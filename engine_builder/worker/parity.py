@@ -13,8 +13,7 @@ import torch
 from onnx import TensorProto, helper, numpy_helper
 
 from ...architectures.shapes import TensorSpec, sample_inputs
-from ...comfy_model.float32 import results_in_float32
-from ...comfy_model.torch_kernels import best_attention, without_tf32
+from ...comfy_model.torch_kernels import best_attention, results_in_float32, without_tf32
 from ...engine_library import BuildError, yardstick
 from ...engine_library.engine import LIMITS, furthest
 from ...sessions.session import Runner

@@ -167,8 +167,8 @@ def _computed(
     import torch
 
     from ...architectures.shapes import SAMPLING_ENDS, sample_inputs
+    from ...comfy_model import torch_kernels
     from ...comfy_model.torch_kernels import best_attention
-    from ...sessions import gpu_timing
     from .parity import native_case
 
     inputs, _ = tensors_of(task)
@@ -187,7 +187,7 @@ def _computed(
             cases.append(native_case(function, symbols, given, device))
             if native_ms is None and sizes == task["timed"]:
                 tensors = [tensor.to(device) for tensor in given.values()]
-                native_ms = gpu_timing.milliseconds(lambda tensors=tensors: function(*tensors))
+                native_ms = torch_kernels.milliseconds(lambda tensors=tensors: function(*tensors))
     return cases, native_ms
 
 
@@ -199,7 +199,7 @@ def _engine_milliseconds(runner: Runner, case: Case, engine: Engine) -> float:
     """Time a call as a prompt makes it: by a CUDA graph where the backend allows it."""
     import torch
 
-    from ...sessions import gpu_timing
+    from ...comfy_model import torch_kernels
     from ...sessions.cuda_graphs import GraphCache
 
     def on(runner: Runner) -> Callable[[dict], dict]:
@@ -215,6 +215,6 @@ def _engine_milliseconds(runner: Runner, case: Case, engine: Engine) -> float:
 
     given = {name: tensor.to(runner.device) for name, tensor in case.given.items()}
     if not runner.capturable:
-        return gpu_timing.milliseconds(lambda: on(runner)(given))
+        return torch_kernels.milliseconds(lambda: on(runner)(given))
     graphs = GraphCache(runner.device)
-    return gpu_timing.milliseconds(lambda: graphs.run(on(runner), given, own=lambda: on(runner.new_context())))
+    return torch_kernels.milliseconds(lambda: graphs.run(on(runner), given, own=lambda: on(runner.new_context())))

@@ -24,8 +24,8 @@ from hybrid_trt.backends.torch_inductor.graph_passes import is_write
 from hybrid_trt.backends.torch_inductor.session import LiveSession
 from hybrid_trt.comfy_model.live_weights import LiveWeights
 from hybrid_trt.comfy_model.network import NativeNetwork
-from hybrid_trt.comfy_model.stored_weights import LARGE
 from hybrid_trt.comfy_model.structure_hash import structure_hash
+from hybrid_trt.comfy_model.weight_formats import LARGE
 from hybrid_trt.engine_builder import parallel
 from hybrid_trt.engine_builder.build import build_engine
 from hybrid_trt.engine_builder.order import BuildOrder

@@ -21,17 +21,16 @@ from hybrid_trt.architectures.sizes import ANY
 from hybrid_trt.backends import AUTO
 from hybrid_trt.backends.lookup import usable_backends
 from hybrid_trt.backends.torch_inductor import compile_step
-from hybrid_trt.backends.torch_inductor import session as live_torch_session
 from hybrid_trt.backends.torch_inductor.compiled import file_name, sizes_of
 from hybrid_trt.backends.torch_inductor.session import LiveSession
+from hybrid_trt.comfy_model import torch_kernels
 from hybrid_trt.comfy_model.module_copy import plain_copy
 from hybrid_trt.engine_builder.build import build_engine
 from hybrid_trt.engine_builder.order import BuildOrder
 from hybrid_trt.engine_library import Library, Unavailable
 from hybrid_trt.engine_library.engine import relative_error
-from hybrid_trt.sessions import gpu_timing
-from hybrid_trt.sessions.gpu_memory import EVERYTHING
-from hybrid_trt.sessions.per_image_cache import ResultCache
+from hybrid_trt.sessions import gpu_memory
+from hybrid_trt.sessions.made_inputs import ResultCache
 from live_sessions import PROFILE, SIZES, TORCH, error, given_for, key_folder, opened
 from small_networks import CPU, native_call, network, with_lora
 
@@ -290,7 +289,7 @@ def test_a_graph_that_finds_no_room_for_its_memory_computes_once_comfyui_has_fre
     session, given, freed = opened(net), given_for(net, 4), []
     for _ in range(3):
         assert error(session, net, given) <= 1e-5
-    monkeypatch.setattr(live_torch_session, "make_room", lambda size, _device: freed.append(size))
+    monkeypatch.setattr(gpu_memory, "make_room", lambda size, _device: freed.append(size))
     replay, once = Recorder.Replay.replay, iter([True])
 
     def full(self: Recorder.Replay) -> None:
@@ -301,7 +300,7 @@ def test_a_graph_that_finds_no_room_for_its_memory_computes_once_comfyui_has_fre
     monkeypatch.setattr(Recorder.Replay, "replay", full)
     for _ in range(3):
         assert error(session, net, given) <= 1e-5
-    assert freed == [EVERYTHING]
+    assert freed == [gpu_memory.EVERYTHING]
     assert len(session.graphs) == 1
 
 
@@ -317,12 +316,12 @@ def test_what_a_call_takes_is_measured_and_costs_no_build(monkeypatch: pytest.Mo
         timed.append(call())
         return float(len(timed))
 
-    monkeypatch.setattr(gpu_timing, "milliseconds", milliseconds)  # there is no GPU here
+    monkeypatch.setattr(torch_kernels, "milliseconds", milliseconds)  # there is no GPU here
     figures = compile_step.figures(function, partial(compiled, *weights), given)
     assert (figures["native_ms"], figures["engine_ms"]) == (1.0, 2.0)
     (plain,), replayed = timed
     assert relative_error(replayed["0"], plain) <= 1e-6
-    monkeypatch.setattr(gpu_timing, "milliseconds", lambda _call: 1 / 0)
+    monkeypatch.setattr(torch_kernels, "milliseconds", lambda _call: 1 / 0)
     assert compile_step.figures(function, partial(compiled, *weights), given) == {}
 
 

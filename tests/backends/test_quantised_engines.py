@@ -21,9 +21,9 @@ from hybrid_trt.backends.torch_inductor.session import LiveSession
 from hybrid_trt.comfy_model.live_weights import LiveWeights
 from hybrid_trt.comfy_model.module_copy import plain_copy
 from hybrid_trt.comfy_model.network import NativeNetwork
-from hybrid_trt.comfy_model.stored_weights import LARGE, stored_dtypes, tensors_of
 from hybrid_trt.comfy_model.structure_hash import structure_hash
-from hybrid_trt.comfy_model.weight_hash import current_weights
+from hybrid_trt.comfy_model.weight_formats import LARGE, stored_dtypes, tensors_of
+from hybrid_trt.comfy_model.weight_values import current_weights
 from hybrid_trt.engine_builder import parallel
 from hybrid_trt.engine_builder.build import build_engine
 from hybrid_trt.engine_builder.order import BuildOrder

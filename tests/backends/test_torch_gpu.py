@@ -31,7 +31,8 @@ from hybrid_trt.backends.torch_inductor import attention
 from hybrid_trt.backends.torch_inductor.compile_step import compile_network
 from hybrid_trt.backends.torch_inductor.session import LiveSession
 from hybrid_trt.comfy_model.network import NativeNetwork
-from hybrid_trt.comfy_model.weight_hash import current_weights, look_for_edits
+from hybrid_trt.comfy_model.weight_hash import look_for_edits
+from hybrid_trt.comfy_model.weight_values import current_weights
 from hybrid_trt.engine_builder import parallel
 from hybrid_trt.engine_builder.build import build_engine
 from hybrid_trt.engine_builder.order import BuildOrder

@@ -25,7 +25,7 @@ from hybrid_trt.backends import backends
 from hybrid_trt.backends.torch_inductor.session import LiveSession
 from hybrid_trt.comfy_model import weight_hash
 from hybrid_trt.comfy_model.network import NativeNetwork
-from hybrid_trt.comfy_model.weight_hash import current_weights
+from hybrid_trt.comfy_model.weight_values import current_weights
 from hybrid_trt.engine_builder.build import build_engine, run_here
 from hybrid_trt.engine_builder.order import BuildOrder
 from hybrid_trt.engine_library import Library

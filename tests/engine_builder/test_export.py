@@ -146,7 +146,8 @@ def test_hashing_a_patched_model_from_the_unpatched_clone_sees_the_original_weig
     fresh = network("unet", "unlike_levels")
     assert fresh.weights_hash() == before
     live = NativeNetwork(plain.patcher.clone(), plain.module, UNET_PREFIX, torch.float32, "live", plain.role)
-    from hybrid_trt.comfy_model.weight_hash import _hash, current_weights
+    from hybrid_trt.comfy_model.weight_hash import _hash
+    from hybrid_trt.comfy_model.weight_values import current_weights
 
     assert _hash(current_weights(live.patcher, UNET_PREFIX)) == before
 

@@ -13,7 +13,7 @@ from hybrid_trt.architectures.shapes import Dim, TensorSpec, sample_inputs
 from hybrid_trt.backends import LiveTask
 from hybrid_trt.backends.torch_inductor import compile_step
 from hybrid_trt.backends.torch_inductor.compile_step import COMPILED_LIMITS, compile_network
-from hybrid_trt.comfy_model.float32 import results_in_float32
+from hybrid_trt.comfy_model.torch_kernels import results_in_float32
 from hybrid_trt.engine_builder.worker import parity
 from hybrid_trt.engine_library import BuildError, yardstick
 from hybrid_trt.engine_library.engine import relative_error

@@ -22,8 +22,6 @@ from family_contract import LIMIT, difference
 from fun import GIVEN, STEPS, TWO_ONE, A, B, C
 from hybrid_trt.architectures.calls import Unsupported
 from hybrid_trt.architectures.shapes import Picture, RequestedSizes
-from hybrid_trt.comfy_model.joined_weights import JoinedWeights
-from hybrid_trt.comfy_model.live_weights import LiveWeights
 from hybrid_trt.comfy_model.network import NativeNetwork
 from hybrid_trt.engine_library import Library, Reason
 from hybrid_trt.engine_library.engine import relative_error
@@ -169,13 +167,6 @@ def test_nothing_keeps_a_model_or_a_patch_that_nobody_uses(tmp_path: Path) -> No
     companion = None
     gc.collect()
     assert nets[1]() is None
-
-
-def test_weights_of_two_networks_can_all_that_those_of_one_can() -> None:
-    """Engines use the one in the place of the other."""
-    kinds = (LiveWeights, JoinedWeights)
-    of_one, of_two = ({name for name in vars(kind) if not name.startswith("_")} for kind in kinds)
-    assert of_one <= of_two
 
 
 class Smaller(fun.PictureAsLatent):

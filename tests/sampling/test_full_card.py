@@ -16,7 +16,6 @@ from comfy import model_management
 from hybrid_trt.backends import backends
 from hybrid_trt.engine_library import Library
 from hybrid_trt.sampling.engine_patcher import EnginePatcher
-from hybrid_trt.sessions import file_session as session
 from hybrid_trt.sessions import gpu_memory
 from memory_fixtures import Controlled, controlled, controlnet, file, files, library, nothing_loaded, patched
 from patched import CPU, LIMIT, NAME, Patched, engines_loaded, gone, load, sampling_node
@@ -32,7 +31,7 @@ __all__ = ["controlled", "controlnet", "file", "files", "library", "nothing_load
 def test_an_engine_that_finds_no_memory_is_opened_again_when_comfyui_has_freed_some(
     patched: Patched, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    freed = watch_room(monkeypatch, gpu_memory)
+    freed = watch_room(monkeypatch)
     once = iter([True])
     load_engine = type(backends()["onnxruntime"]).load
 
@@ -90,7 +89,7 @@ def test_a_call_that_finds_no_memory_is_made_again_when_comfyui_has_freed_some(
     patched: Patched, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reference = patched.sample()
-    freed = watch_room(monkeypatch, session)
+    freed = watch_room(monkeypatch)
     run, once = patched.handle.session._runner.run, iter([True])
 
     def full(*arguments: Any) -> None:
@@ -128,7 +127,7 @@ def test_an_engine_whose_call_finds_no_memory_twice_closes_and_leaves_the_run_to
 @pytest.mark.fault("an engine is larger than what is free", see="normal speed: *engine failed*; it is not opened")
 def test_an_engine_that_does_not_fit_is_not_opened(patched: Patched, monkeypatch: pytest.MonkeyPatch) -> None:
     patched.handle.session.unload()
-    freed = watch_room(monkeypatch, gpu_memory)
+    freed = watch_room(monkeypatch)
     monkeypatch.setattr(gpu_memory, "lacks_room", lambda _size, _device: True)
     patched.sample()
     assert patched.counts == (0, STEPS)
@@ -182,11 +181,11 @@ def test_a_live_network_whose_weights_have_no_room_is_refused_before_it_takes_an
     assert torch.equal(latent, sample(patched.native))
 
 
-def watch_room(monkeypatch: pytest.MonkeyPatch, module: Any) -> list[float]:
+def watch_room(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """The sizes that ComfyUI is asked to make room for; the CPU itself needs none."""
     sizes: list[float] = []
     make_room: Callable[..., None] = gpu_memory.make_room
-    monkeypatch.setattr(module, "make_room", lambda size, device: (sizes.append(size), make_room(size, device)))
+    monkeypatch.setattr(gpu_memory, "make_room", lambda size, device: (sizes.append(size), make_room(size, device)))
     return sizes
 
 

@@ -14,7 +14,7 @@ from comfy import model_management
 from fake_recorder import Recorder
 from hybrid_trt.architectures.calls import ResidualLayout
 from hybrid_trt.architectures.fused_linear import FusedLinear
-from hybrid_trt.sessions import cuda_graphs, failed_capture
+from hybrid_trt.sessions import cuda_capture, cuda_graphs
 from hybrid_trt.sessions.cuda_graphs import GraphCache
 from small_networks import CPU
 
@@ -213,7 +213,7 @@ class Broken:
 
 def broken_off(body: Callable[[], None]) -> None:
     """Run a body as ``CudaCapture`` does when CUDA breaks the capture off."""
-    failed_capture.record(body, Broken(), Recorder.Replay(Recorder(), body), CPU, lambda: None)
+    cuda_capture.record(body, Broken(), Recorder.Replay(Recorder(), body), CPU, lambda: None)
 
 
 def failed(network: Network, error: Exception, while_capturing: bool) -> GraphCache:
@@ -253,8 +253,8 @@ def test_where_freeing_is_fatal_only_the_tensors_that_were_made_while_capturing_
     monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A double of cudaMallocAsync's rule. What stays holds no memory there."""
-    monkeypatch.setattr(failed_capture, "_frees_are_fatal", lambda _device: True)
-    monkeypatch.setattr(failed_capture, "_never_freed", stayed := [])
+    monkeypatch.setattr(cuda_capture, "_frees_are_fatal", lambda _device: True)
+    monkeypatch.setattr(cuda_capture, "_never_freed", stayed := [])
     network = Network()
     weight, alive = weakref.ref(network.weight), weakref.ref(network)
     failed(network, RuntimeError("operation not permitted"), while_capturing=True)
@@ -272,8 +272,8 @@ def test_where_freeing_is_fatal_only_the_tensors_that_were_made_while_capturing_
 def test_results_that_a_broken_capture_left_in_a_network_are_never_freed_where_that_is_fatal(
     fatal: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(failed_capture, "_frees_are_fatal", lambda _device: fatal)
-    monkeypatch.setattr(failed_capture, "_never_freed", [])
+    monkeypatch.setattr(cuda_capture, "_frees_are_fatal", lambda _device: fatal)
+    monkeypatch.setattr(cuda_capture, "_never_freed", [])
     fused = FusedLinear([torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)]).requires_grad_(False)
 
     with pytest.raises(RuntimeError, match="a previous error"):
@@ -281,7 +281,7 @@ def test_results_that_a_broken_capture_left_in_a_network_are_never_freed_where_t
     left = weakref.ref(fused._results[1])
     fused(0, torch.ones(1, 4))
     assert (left() is not None) == fatal
-    kept = {id(tensor) for tensor in failed_capture._never_freed}
+    kept = {id(tensor) for tensor in cuda_capture._never_freed}
     assert kept.isdisjoint(map(id, fused.parameters()))
 
 
@@ -289,8 +289,8 @@ def test_results_that_a_broken_capture_left_in_a_network_are_never_freed_where_t
 def test_what_was_captured_up_to_an_interrupt_runs_once_and_then_can_be_freed(
     runs: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(failed_capture, "_frees_are_fatal", lambda _device: True)
-    monkeypatch.setattr(failed_capture, "_never_freed", stayed := [])
+    monkeypatch.setattr(cuda_capture, "_frees_are_fatal", lambda _device: True)
+    monkeypatch.setattr(cuda_capture, "_never_freed", stayed := [])
     made, replays, left = [], [], []
 
     def body() -> None:
@@ -303,7 +303,7 @@ def test_what_was_captured_up_to_an_interrupt_runs_once_and_then_can_be_freed(
             raise RuntimeError("out of memory")
 
     with pytest.raises(model_management.InterruptProcessingException):
-        failed_capture.record(body, contextlib.nullcontext(), SimpleNamespace(replay=replay), CPU,
+        cuda_capture.record(body, contextlib.nullcontext(), SimpleNamespace(replay=replay), CPU,
                               lambda: left.append(True))  # fmt: skip
     assert replays == [1], "once, while its tensors are there"
     assert [tensor is made[0] for tensor in stayed] == ([] if runs else [True])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from hybrid_trt.architectures.shapes import Dim, TensorSpec
 from hybrid_trt.comfy_model.torch_kernels import strides_of
-from hybrid_trt.sessions.zeros import Zeros
+from hybrid_trt.sessions.made_inputs import Zeros
 
 CPU = torch.device("cpu")
 
