@@ -16,20 +16,12 @@ from pathlib import Path
 
 from ..architectures.shapes import Profile
 from . import trust
-from .atomic_files import (
-    FileLock,
-    move,
-    new_work_folder,
-    out_of_the_way,
-    remove_work_folder,
-    sweep,
-    sync,
-)
 from .disk import LibraryError, gigabytes, read_settings, readable
 from .engine import Check, Engine
 from .fallback import Fallback, Reason, Unavailable
+from .locks import FileLock, new_work_folder, out_of_the_way, remove_work_folder, sweep
 from .manifest import EXPORT_FORMAT, LAYOUT_PREFIX, MANIFEST_NAME, EngineIdentity, Manifest, ManifestError
-from .safe_files import others_may_write
+from .safe_files import move, others_may_write, sync
 
 log = logging.getLogger(__name__)
 

@@ -20,11 +20,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from . import fleet_key, schema
-from .atomic_files import claim, replace, temporary_beside, write_file
 from .fallback import Fallback, Reason
 from .gpu import driver_version
 from .manifest import RECORD_NAME, Manifest
-from .safe_files import is_private, open_regular, read_json
+from .safe_files import claim, is_private, open_regular, read_json, replace, temporary_beside, write_file
 
 if TYPE_CHECKING:
     from .engine import Engine

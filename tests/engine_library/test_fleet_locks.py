@@ -16,8 +16,9 @@ from builds import backend, contents, order, pretend, queue, small_network, unti
 from hybrid_trt.engine_builder import resources
 from hybrid_trt.engine_builder.build import build_engine
 from hybrid_trt.engine_builder.jobs import BuildQueue, State
-from hybrid_trt.engine_library import Library, Reason, Unavailable, atomic_files, fleet_key, life_signs, trust
-from hybrid_trt.engine_library.atomic_files import FileLock, sweep_temporaries
+from hybrid_trt.engine_library import Library, Reason, Unavailable, fleet_key, locks, trust
+from hybrid_trt.engine_library.locks import FileLock
+from hybrid_trt.engine_library.safe_files import sweep_temporaries
 from machine import Machine
 
 __all__ = ["backend", "queue"]  # fixtures: pytest finds them by name
@@ -152,7 +153,7 @@ def test_a_build_that_another_machine_does_is_left_to_it_and_taken_over_when_tha
     machine: Callable[..., Machine], backend: object, queue: BuildQueue, tmp_path: Path,
     tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    monkeypatch.setattr(life_signs, "SILENCE", SILENCE)
+    monkeypatch.setattr(locks, "SILENCE", SILENCE)
     other, net = machine("other"), small_network()
     assert other.ask(f"take {lock_name(tmp_path_factory.mktemp('built'), backend)}")
 
@@ -177,14 +178,14 @@ def test_a_build_that_another_machine_does_is_left_to_it_and_taken_over_when_tha
 def test_a_build_whose_lock_another_machine_took_over_ends_and_publishes_nothing(
     machine: Callable[..., Machine], backend: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(life_signs, "BEAT", 600.0)  # as if this machine stood still
-    monkeypatch.setattr(life_signs, "_kernel", lambda: "here")
+    monkeypatch.setattr(locks, "BEAT", 600.0)  # as if this machine stood still
+    monkeypatch.setattr(locks, "_kernel", lambda: "here")
     monkeypatch.setattr(resources, "LOOK", 0.0)
     other, library = machine("other"), Library([tmp_path])
 
     def run(task: dict, *rest: object) -> dict:
         if task["step"] == "build":
-            (lock,) = (p.name for p in tmp_path.glob(".*.lock") if not p.name.startswith(atomic_files.BUILD_PREFIX))
+            (lock,) = (p.name for p in tmp_path.glob(".*.lock") if not p.name.startswith(locks.BUILD_PREFIX))
             takes_over(other, lock)
         return pretend(task, *rest)
 
@@ -198,12 +199,12 @@ def test_a_build_whose_lock_another_machine_took_over_ends_and_publishes_nothing
 
 
 def test_a_lock_of_this_machine_needs_no_life_sign(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(life_signs, "SILENCE", 0.0)
+    monkeypatch.setattr(locks, "SILENCE", 0.0)
     lock, other = FileLock(tmp_path / "a.lock"), FileLock(tmp_path / "a.lock")
     assert lock.acquire()
     for _ in range(3):
         assert not other.acquire()
-        assert not life_signs.elsewhere(other.path)
+        assert not other.is_elsewhere()
     lock.release()
     assert other.acquire()
     other.release()
@@ -224,7 +225,7 @@ def test_workers_get_one_valid_engine_when_the_first_stands_still_or_dies(tmp_pa
         return subprocess.Popen([sys.executable, "-P", *arguments], text=True, stdout=subprocess.PIPE, env=environment)
 
     first = start("first")
-    assert until(lambda: list(shared.glob(f"{atomic_files.BUILD_PREFIX}*/*")), 60)
+    assert until(lambda: list(shared.glob(f"{locks.BUILD_PREFIX}*/*")), 60)
     first.send_signal(signal.SIGKILL if dies else signal.SIGSTOP)
     done = [json.loads(start("second").communicate(timeout=120)[0].splitlines()[-1])]
     if not dies:

@@ -21,9 +21,9 @@ from fake_engine import publish_engine as publish
 from hybrid_trt.comfy_model import hash_cache
 from hybrid_trt.comfy_model.hash_cache import source_changed
 from hybrid_trt.engine_library import Fallback, Library, LibraryError, Manifest, Reason
-from hybrid_trt.engine_library.atomic_files import REPLACED, FileLock, new_work_folder, remove_work_folder, sweep
 from hybrid_trt.engine_library.disk import Settings, read_settings, write_settings
 from hybrid_trt.engine_library.inventory import BROKEN, READY, STALE, delete, entries, select, verify
+from hybrid_trt.engine_library.locks import REPLACED, FileLock, new_work_folder, remove_work_folder, sweep
 
 UNDER_WINDOWS_RULES_TOO = True
 def states(folder: Path, usable: Callable[[Manifest], Fallback | None] = lambda _: None) -> dict[str, tuple[str, str]]:
@@ -226,8 +226,8 @@ import sys, time
 sys.path[:0] = [{support!r}, {tools!r}]
 import pack
 from pathlib import Path
-from hybrid_trt.engine_library.atomic_files import FileLock
-from hybrid_trt.engine_library.atomic_files import new_work_folder
+from hybrid_trt.engine_library.locks import FileLock
+from hybrid_trt.engine_library.locks import new_work_folder
 assert FileLock(Path({folder!r}) / "a.lock").acquire()
 (new_work_folder(Path({folder!r})) / "half").write_text("an engine")
 print("held", flush=True)

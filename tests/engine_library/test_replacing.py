@@ -13,9 +13,9 @@ from hybrid_trt.backends import backends
 from hybrid_trt.engine_builder.build import build_engine, run_here
 from hybrid_trt.engine_library import Library, LibraryError
 from hybrid_trt.engine_library import library as library_module
-from hybrid_trt.engine_library.atomic_files import REPLACED, sweep
 from hybrid_trt.engine_library.disk import Settings, write_settings
 from hybrid_trt.engine_library.engine import describe_files
+from hybrid_trt.engine_library.locks import REPLACED, sweep
 from windows_rules import windows_rules
 
 
@@ -70,7 +70,7 @@ def test_an_engine_that_cannot_go_back_waits_for_the_next_sweep(
 
     with monkeypatch.context() as patch:
         patch.setattr(library_module, "move", refuse)
-        patch.setattr("hybrid_trt.engine_library.atomic_files.move", refuse)
+        patch.setattr("hybrid_trt.engine_library.locks.move", refuse)
         with pytest.raises(PermissionError):
             publish_engine(tmp_path, b"\x08new")
         assert Library([tmp_path]).engines() == []

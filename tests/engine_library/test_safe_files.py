@@ -25,9 +25,9 @@ from hybrid_trt.engine_builder.build import build_engine, run_here
 from hybrid_trt.engine_builder.command_line import workflows
 from hybrid_trt.engine_builder.order import BuildOrder
 from hybrid_trt.engine_library import Engine, Library, Unavailable, fleet_key, safe_files, schema, trust
-from hybrid_trt.engine_library.atomic_files import FileLock
 from hybrid_trt.engine_library.disk import FILE_NAME, Settings, read_settings
 from hybrid_trt.engine_library.inventory import last_used, mark_used
+from hybrid_trt.engine_library.locks import FileLock
 from hybrid_trt.engine_library.manifest import MANIFEST_NAME, RECORD_NAME, USE_NAME, Manifest, ManifestError
 from hybrid_trt.engine_library.safe_files import is_own_folder, read_bytes
 from hybrid_trt.page_api import node_records
