@@ -34,9 +34,9 @@ from ..engine_library import (
     Reason,
     Unavailable,
     ValidationFailed,
+    measurements,
     schema,
     trust,
-    yardstick,
 )
 from ..engine_library.disk import check_room, read_settings, readable
 from ..engine_library.engine import GRAPH_NAME, LIMITS, PARAMETERS_NAME, describe_files
@@ -221,7 +221,7 @@ class _Build:
             engine.folder.name,
             network.label,
             sum(manifest.seconds.values()),
-            yardstick.words(record.parity or manifest.parity),
+            measurements.error_words(record.parity or manifest.parity),
         )
         return engine
 

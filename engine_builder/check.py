@@ -19,8 +19,8 @@ from ..engine_library import (
     Reason,
     Unavailable,
     ValidationFailed,
+    measurements,
     trust,
-    yardstick,
 )
 from ..engine_library.disk import check_room
 from ..engine_library.engine import LIMITS
@@ -78,7 +78,7 @@ def check_engine(
             _refuse(engine, failure.fallback.detail)
         raise
     trust.keep(engine.folder, engine.manifest, record)
-    log.info("Hybrid TRT: checked %s, %s", engine.folder.name, yardstick.words(record.parity))
+    log.info("Hybrid TRT: checked %s, %s", engine.folder.name, measurements.error_words(record.parity))
     return engine
 
 

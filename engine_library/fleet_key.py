@@ -1,4 +1,4 @@
-"""The fleet key: a secret that all workers of a fleet mount. All accept what one built and checked.
+"""The fleet key: a secret that all workers of a fleet mount. Each accepts what another built and checked.
 
 It adds to each machine's own secret, see ``trust``. A holder of the key can run programs on every worker.
 """
@@ -93,7 +93,7 @@ def _read(path: Path) -> tuple[bytes | None, str]:
         why = error.strerror if isinstance(error, OSError) else "no path"
         return None, f"the file that {VARIABLE} names cannot be read ({why})"
     if not private:
-        return None, f"the file that {VARIABLE} names may be read by others, or is another user's"
+        return None, f"the file that {VARIABLE} names may be read by other users, or is another user's"
     if not SHORTEST <= len(key) <= LONGEST or len(set(key)) < _FEWEST_KINDS:
         return None, f"the file that {VARIABLE} names is no key of {SHORTEST} to {LONGEST} random bytes"
     return key, ""

@@ -5,7 +5,7 @@ mount. Other machines with the folder may not see it. So a lock file holds its h
 seconds. A process that sees no change for long enough, by its own clock, takes the lock over.
 
 The package filelock has such leases too. Its ``SoftFileLease`` takes a living holder's lock at once where another
-machine has the same host name, and one on this machine that is silent and lives.
+machine has the same host name, and the lock of a living but silent holder on this machine.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ BEAT = 5.0
 SILENCE = 40.0
 """Seconds without a life sign after which a holder counts as dead."""
 LENGTH = 512
-"""Bytes of a record, always: nobody reads half of one."""
+"""Bytes of every record, so that nobody reads half of it."""
 _ATTEMPTS = 100
 _SETTLE = 0.5
 """Seconds after a takeover in which another machine's takeover of the same lock becomes visible."""
@@ -93,7 +93,7 @@ class FileLock:
     def _take(self, file: FileIO) -> bool:
         """Put our record into a file that the system let us lock, unless its holder may live on another machine.
 
-        Of several machines that take a dead one's lock over at once, the last one has it.
+        Of several machines that take a lock over at once, the last has it.
         """
         file.seek(0)
         text = file.read(SMALL)
@@ -310,7 +310,7 @@ def out_of_the_way(engine: Path) -> Iterator[None]:
     """Move an engine's folder aside, if it is there, while another takes its name; back where that fails.
 
     Raises:
-        OSError: it cannot be moved, for example since (on Windows) one of its files is in use.
+        OSError: it cannot be moved, for example since a file of it is in use (on Windows).
     """
     if not engine.exists():
         yield
@@ -328,7 +328,7 @@ def out_of_the_way(engine: Path) -> Iterator[None]:
 
 
 def _put_back(folder: Path) -> bool:
-    """Give engines that lie aside in a work folder their names again, where these are free; False: one could not be."""
+    """Give engines that lie aside in a work folder their names again, where these are free; False if that failed."""
     for engine in (folder / REPLACED).glob("*"):
         target = folder.parent / engine.name
         if not target.exists():

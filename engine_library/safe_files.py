@@ -21,10 +21,10 @@ from typing import Any
 from . import schema
 
 _CAREFUL = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
-OTHERS = 0o077
-"""The rights of everybody but the owner."""
-WRITABLE = 0o022
-"""Everybody else's rights to write."""
+_FOREIGN_RIGHTS = 0o077
+"""Rights of everybody but the owner."""
+_FOREIGN_WRITE = 0o022
+"""Rights to write, of everybody but the owner."""
 SMALL, NOTES = 1 << 20, 1 << 25
 """Most bytes of a file of settings, and of notes on many models or nodes."""
 
@@ -54,7 +54,7 @@ def is_private(descriptor: int, path: Path) -> bool:
     if not hasattr(os, "geteuid"):  # Windows
         return True
     found = os.fstat(descriptor)
-    if not found.st_mode & OTHERS:
+    if not found.st_mode & _FOREIGN_RIGHTS:
         return found.st_uid in (0, os.geteuid())
     return not _keeps_rights(path.parent)
 
@@ -73,10 +73,10 @@ def is_own_folder(folder: Path) -> bool:
         return True
     if not stat.S_ISDIR(found.st_mode):
         return False
-    return not found.st_mode & WRITABLE and found.st_uid in (0, os.geteuid()) or not _keeps_rights(folder)
+    return not found.st_mode & _FOREIGN_WRITE and found.st_uid in (0, os.geteuid()) or not _keeps_rights(folder)
 
 
-def others_may_write(folder: Path) -> bool:
+def other_users_may_write(folder: Path) -> bool:
     """Tell whether other users may put files into a folder; False where that is not known."""
     try:
         found = folder.stat()
@@ -89,10 +89,10 @@ def others_may_write(folder: Path) -> bool:
 
 
 def _keeps_rights(folder: Path) -> bool:
-    """Tell whether a file in a folder can be one's own; True where that cannot be tried."""
+    """Tell whether a disk keeps a file's rights as they are set; True where that cannot be tried."""
     try:
         with tempfile.NamedTemporaryFile(dir=folder) as file:  # made for its owner alone
-            return not os.fstat(file.fileno()).st_mode & OTHERS
+            return not os.fstat(file.fileno()).st_mode & _FOREIGN_RIGHTS
     except OSError:
         return True
 
@@ -167,7 +167,7 @@ def replace(source: Path, target: Path) -> None:
     """Rename a file over another.
 
     Raises:
-        OSError: also when, on Windows, somebody keeps one of them open.
+        OSError: also when, on Windows, somebody keeps either file open.
     """
     _patiently(lambda: os.replace(source, target))
 

@@ -14,7 +14,7 @@ import json
 import logging
 import os
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -72,7 +72,7 @@ BUILT_HERE = Record(BUILT)
 
 _known: dict[str, tuple[tuple, Record | None]] = {}
 _unkept: dict[tuple[str, str], tuple[Record, tuple]] = {}
-"""Records whose signature could not be written, with stamps of the keys then: they count until one of these changes."""
+"""Records whose signature could not be written, with stamps of the keys then: they count until such a key changes."""
 
 
 def keep(folder: Path, manifest: Manifest, record: Record, home: Path | None = None) -> None:
@@ -105,7 +105,7 @@ def keep(folder: Path, manifest: Manifest, record: Record, home: Path | None = N
 
 
 def record_of(engine: Engine) -> Record | None:
-    """Return this machine's record of an engine, else one of its fleet, or None; cheap while no file changes."""
+    """Return this machine's record of an engine, else its fleet's, or None; cheap while no file changes."""
     keys = (key_stamp(), fleet_key.stamp())
     unkept, then = _unkept.get((str(engine.folder), engine.manifest.digest), (None, ()))
     if unkept is not None and all(stamp in (None, now) for stamp, now in zip(then, keys, strict=True)):
@@ -121,43 +121,10 @@ def record_of(engine: Engine) -> Record | None:
     return known[1]
 
 
-def figures(engine: Engine) -> Mapping:
-    """Return the figures of an engine's comparison with native: measured on this GPU, else in its build."""
-    record = record_of(engine)
-    return record.parity if record is not None and record.parity else engine.manifest.parity
-
-
-def call_times(engines: Sequence[Engine]) -> tuple[float, float] | None:
-    """Return the milliseconds of one call, on the first of some engines and native, as timed on a GPU here, or None."""
-    found = figures(engines[0]) if engines else {}
-    took, native = found.get("engine_ms"), found.get("native_ms")
-    return (took, native) if took and native else None
-
-
 def built_here(engine: Engine) -> bool:
     """Tell whether this machine or its fleet built an engine, and nobody has changed what its manifest says since."""
     record = record_of(engine)
     return record is not None and record.verdict == BUILT
-
-
-def relative_time(engine: Engine, gpu: str) -> float | None:
-    """Return the part of native's time that a call takes, as measured on this GPU: 0.5 is twice as fast.
-
-    None without measurements. Engines are timed at their own best sizes. So only their parts of native's time can be
-    compared, and not their milliseconds; a network in blocks has only this part. Native waits more for launches at
-    small sizes, which flatters engines of small sizes; parts that differ by a few percent are alike.
-    """
-    record = record_of(engine)
-    if not gpu or record is None or record.gpu != gpu:
-        return None
-    times = call_times([engine])
-    return figures(engine).get("relative_time") if times is None else times[0] / times[1]
-
-
-def is_slow(engine: Engine, gpu: str) -> bool:
-    """Tell whether an engine was no faster than native on this GPU."""
-    found = relative_time(engine, gpu)
-    return found is not None and found >= 1
 
 
 def why_unusable(engine: Engine, gpu: str = "") -> Fallback | None:
@@ -181,7 +148,8 @@ def why_unusable(engine: Engine, gpu: str = "") -> Fallback | None:
         elsewhere = f"has run on {record.gpu}" if record.gpu else "has not run on a GPU yet"
         text = f"{engine.folder.name} {elsewhere} and was not compared with the normal model on {gpu}"
         return Fallback(Reason.UNCHECKED, text)
-    if gpu and not record.here and (proved := figures(engine).get("driver") or "unknown") != driver_version():
+    proved = (record.parity or engine.manifest.parity).get("driver") or "unknown"
+    if gpu and not record.here and proved != driver_version():
         text = f"{engine.folder.name} was built by another worker with driver {proved}, and here it is"
         here = driver_version() or "unknown"
         return Fallback(Reason.UNCHECKED, f"{text} {here}: it was not compared with the normal model")
@@ -318,8 +286,8 @@ def _read_key() -> bytes | None:
         return None
     if not private:
         log.warning(
-            "Hybrid TRT: %s may be read by others, or is another user's, so engines that it signed are not used and "
-            "the normal model runs; build them again, which makes a new secret", _key_path(),
+            "Hybrid TRT: %s may be read by other users, or is another user's, so engines that it signed are not used "
+            "and the normal model runs; build them again, which makes a new secret", _key_path(),
         )  # fmt: skip
     return key if private and len(key) == KEY_LENGTH else None
 

@@ -8,7 +8,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ..engine_library import Unavailable, inventory, trust
+from ..engine_library import Unavailable, inventory, measurements
 from ..sessions.session import Active, Session
 from .call_stats import CallStats
 
@@ -44,7 +44,7 @@ class ServedCall:
             stats.count_plain(why)
         if stats.engine_name != served.name:  # the first call of a run
             inventory.mark_used(served.serving)
-            stats.proof = trust.call_times(served.serving)
+            stats.proof = measurements.call_times(served.serving)
         stats.engine_name = served.name
 
     def state(self) -> Hashable | None:

@@ -55,7 +55,7 @@ def wanted(profile: Profile = SMALL, backends: tuple[str, ...] = ("onnxruntime",
 
 
 def find(library: Library, what: EngineQuery) -> Engine:
-    return library.find(what, lambda _manifest: None)
+    return library.find(what, lambda _manifest: None)[0]
 
 
 def test_a_manifest_reads_back_as_it_was_written(tmp_path: Path) -> None:
@@ -116,7 +116,7 @@ def test_an_engine_that_the_backend_refuses_is_passed_over_and_told_when_alone(t
     with pytest.raises(Unavailable, match="wrong GPU: sm_90"):
         library.find(wanted(), refuse)
     publish(library, identity(LARGE))
-    assert library.find(wanted(), refuse).manifest.identity.device == "any"
+    assert library.find(wanted(), refuse)[0].manifest.identity.device == "any"
 
 
 def test_publishing_the_same_key_replaces_the_engine(tmp_path: Path) -> None:

@@ -185,7 +185,7 @@ def test_a_secret_that_others_may_read_proves_nothing(
     key.chmod(mode)
     for _ in range(2):
         assert not trust.is_signed("text", signature)
-    assert "may be read by others" in caplog.text
+    assert "may be read by other users" in caplog.text
     again = trust.sign("text")
     assert again != signature, "a new secret"
     assert trust.is_signed("text", again)
