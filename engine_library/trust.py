@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import hmac
 import json
 import logging
 import os
@@ -229,15 +228,12 @@ def sign(text: str) -> str:
     Raises:
         OSError: there is no secret and none can be kept.
     """
-    return _digest(_read_key() or _make_key(), text)
+    return fleet_key.digest(_read_key() or _make_key(), text)
 
 
 def is_signed(text: str, signature: object) -> bool:
     """Tell whether a signature of a text was made here."""
-    key = _read_key()
-    return key is not None and isinstance(signature, str) and hmac.compare_digest(
-        signature.encode("utf-8", "replace"), _digest(key, text).encode()
-    )  # fmt: skip
+    return fleet_key.matches(_read_key(), text, signature)
 
 
 def seal(contents: bytes, what: str) -> bytes:
@@ -273,10 +269,6 @@ def _key_path() -> Path:
     return key_folder() / "local.key"
 
 
-def _digest(key: bytes, text: str) -> str:
-    return hmac.new(key, text.encode(), hashlib.sha256).hexdigest()
-
-
 def _read_key() -> bytes | None:
     """Return the secret, if it is whole: an empty or cut file is a secret that everybody knows."""
     try:
@@ -303,19 +295,15 @@ def _make_key() -> bytes:
         if path.exists() and _read_key() is None:
             replace(temporary, path)
         else:
-            _claim(temporary, path)
+            try:
+                claim(temporary, path)
+            except FileExistsError:
+                pass
+            except OSError:  # no links on this disk
+                replace(temporary, path)
     finally:
         with contextlib.suppress(OSError):
             temporary.unlink()
     if (key := _read_key()) is None:  # another process may have been first: then its secret counts
         raise OSError(f"{path} cannot be kept")
     return key
-
-
-def _claim(temporary: Path, path: Path) -> None:
-    try:
-        claim(temporary, path)
-    except FileExistsError:
-        pass
-    except OSError:  # no links on this disk
-        replace(temporary, path)

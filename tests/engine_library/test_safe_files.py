@@ -224,7 +224,7 @@ def test_a_secret_is_no_link_to_a_file_that_others_know(tmp_path: Path, monkeypa
     known.write_bytes(b"k" * trust.KEY_LENGTH)
     known.chmod(0o600)
     put(key, "link", known)
-    assert not trust.is_signed("text", trust._digest(b"k" * trust.KEY_LENGTH, "text"))
+    assert not trust.is_signed("text", fleet_key.digest(b"k" * trust.KEY_LENGTH, "text"))
 
 
 def test_on_a_disk_without_rights_torch_keeps_its_usual_folder(

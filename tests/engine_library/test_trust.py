@@ -23,7 +23,17 @@ from hybrid_trt.engine_builder import build as builder
 from hybrid_trt.engine_builder import check
 from hybrid_trt.engine_builder.build import build_engine, run_here
 from hybrid_trt.engine_builder.resources import on_cpu
-from hybrid_trt.engine_library import BuildError, Engine, EngineQuery, Library, Manifest, Reason, Unavailable, trust
+from hybrid_trt.engine_library import (
+    BuildError,
+    Engine,
+    EngineQuery,
+    Library,
+    Manifest,
+    Reason,
+    Unavailable,
+    fleet_key,
+    trust,
+)
 from hybrid_trt.engine_library.engine import describe_files
 from hybrid_trt.engine_library.inventory import BROKEN, READY, STALE, UNCHECKED, entries
 from hybrid_trt.engine_library.manifest import RECORD_NAME
@@ -74,7 +84,7 @@ def test_a_secret_that_is_none_is_not_used_and_replaced(key_folder: Path, conten
     key_folder.mkdir(parents=True)
     (key_folder / "local.key").write_bytes(contents)
     assert trust.key_stamp() is None
-    assert not trust.is_signed("text", trust._digest(contents, "text"))
+    assert not trust.is_signed("text", fleet_key.digest(contents, "text"))
     signature = trust.sign("text")
     assert trust.is_signed("text", signature)
     key = key_folder / "local.key"
