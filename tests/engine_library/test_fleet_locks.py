@@ -38,8 +38,8 @@ def machine(tmp_path: Path) -> Iterator[Callable[..., Machine]]:
         return made[-1]
 
     yield start
-    for one in made:
-        one.end()
+    for each in made:
+        each.end()
 
 
 def takes_over(machine: Machine, file: str) -> float:
@@ -56,9 +56,9 @@ def test_of_machines_that_begin_at_once_one_has_the_lock_each_time(
 ) -> None:
     both = [machine("first", DAY), machine("second", -DAY)]
     for number in range(20):
-        for one in both:
-            one.tell(f"take {number}.lock")
-        had = [one.told() for one in both]
+        for each in both:
+            each.tell(f"take {number}.lock")
+        had = [each.reply() for each in both]
         assert sorted(had) == [False, True], number
         loser, winner = (both[had.index(which)] for which in (False, True))
         assert loser.ask("elsewhere")
@@ -105,13 +105,13 @@ def test_of_machines_that_take_over_at_once_one_is_left(machine: Callable[..., M
     dead, heirs = machine("dead"), [machine("first"), machine("second"), machine("third")]
     assert dead.ask("take a.lock")
     dead.signal(signal.SIGKILL)
-    for one in heirs:
-        assert not one.ask("take a.lock")
+    for each in heirs:
+        assert not each.ask("take a.lock")
     time.sleep(SILENCE * 1.2)
-    for one in heirs:
-        one.tell("take a.lock")
-    had = [one.told() for one in heirs]
-    assert sum(taken and not one.ask("lost") for taken, one in zip(had, heirs, strict=True)) == 1
+    for each in heirs:
+        each.tell("take a.lock")
+    had = [each.reply() for each in heirs]
+    assert sum(taken and not each.ask("lost") for taken, each in zip(had, heirs, strict=True)) == 1
 
 
 @pytest.mark.fault("another machine sweeps the library while a build is under way",
@@ -235,9 +235,9 @@ def test_workers_get_one_valid_engine_when_the_first_stands_still_or_dies(tmp_pa
         assert done[1]["left"] == Reason.BUILT_ELSEWHERE.value
     first.wait()
     assert (done[0]["steps"], done[0]["left"]) == (["export"], "")
-    for told in done:
-        assert told["serving"]
-        assert told["error"] <= 1e-5
+    for result in done:
+        assert result["serving"]
+        assert result["error"] <= 1e-5
     assert [path.name for path in shared.glob("*/manifest.json") if path.parent.name.startswith(".")] == []
     (engine,) = Library([shared]).engines()
     engine.check_contents()

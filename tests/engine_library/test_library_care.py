@@ -311,9 +311,9 @@ def test_a_library_that_others_may_write_is_told_once(
         monkeypatch.setattr(os, "geteuid", lambda: me + 1)
     for _ in range(2):
         Library([root])
-    told = [record.message for record in caplog.records if "other users may write" in record.message]
-    assert len(told) == (1 if warned else 0)
-    assert all(str(root) in text for text in told)
+    warnings = [record.message for record in caplog.records if "other users may write" in record.message]
+    assert len(warnings) == (1 if warned else 0)
+    assert all(str(root) in text for text in warnings)
 
 
 def test_leftovers_are_swept_when_the_library_is_next_built_into(tmp_path: Path) -> None:

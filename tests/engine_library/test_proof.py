@@ -187,8 +187,8 @@ def test_the_page_is_told_how_fast_an_engine_was_in_its_proof(tmp_path: Path) ->
     assert engine_json(engine)["speed"] is None
     figures = {"rel_err": 2e-3, "native_rel_err": 3e-3, "native_ms": 8.0, "engine_ms": 2.5}
     trust.keep(engine.folder, engine.manifest, trust.Record(trust.BUILT, parity=figures, gpu=HERE))
-    told = engine_json(engine)
-    assert (told["rel_err"], told["native_rel_err"], told["speed"]) == (2e-3, 3e-3, 3.2)
+    facts = engine_json(engine)
+    assert (facts["rel_err"], facts["native_rel_err"], facts["speed"]) == (2e-3, 3e-3, 3.2)
 
 
 def test_blocks_that_were_timed_alone_say_nothing_of_a_whole_call(tmp_path: Path) -> None:

@@ -134,8 +134,8 @@ def with_fields_of_ours(source: Path, library: Path) -> list[Path]:
     for folder in library.glob("[!.]*"):
         shutil.copy2(ours.folder / RECORD_NAME, folder)
     fields = ours.manifest.to_json()
-    told = {name: fields[name] for name in ("label", "created", "pack_version", "parity", "seconds", "fingerprint")}
-    return each_manifest(library, lambda _folder, data: data | told)
+    copied = {name: fields[name] for name in ("label", "created", "pack_version", "parity", "seconds", "fingerprint")}
+    return each_manifest(library, lambda _folder, data: data | copied)
 
 
 def under_our_manifest(source: Path, library: Path) -> list[Path]:

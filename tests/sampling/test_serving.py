@@ -203,7 +203,7 @@ def test_a_library_that_cannot_be_read_is_a_fallback(tmp_path: Path, monkeypatch
     def gone(*_: Any) -> None:
         raise PermissionError(13, "the share is gone")
 
-    monkeypatch.setattr(handle.library, "find_all", gone)
+    monkeypatch.setattr(handle.library, "find", gone)
     handle.refresh()
     assert handle.session is None
     assert "the share is gone" in handle.fallback.detail

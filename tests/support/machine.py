@@ -78,12 +78,12 @@ class Machine:
         self.process.stdin.write(command + "\n")
         self.process.stdin.flush()
 
-    def told(self) -> object:
+    def reply(self) -> object:
         return json.loads(self.process.stdout.readline())
 
     def ask(self, command: str) -> object:
         self.tell(command)
-        return self.told()
+        return self.reply()
 
     def signal(self, number: int) -> None:
         self.process.send_signal(number)
