@@ -95,8 +95,7 @@ def _compared(
     size = sum(p.numel() for p in network.module.parameters()) * dtype.itemsize
     check_room(library.roots[0], int(size * 1.1), f"Checking the engine of {network.label}")
     check_memory(order.backend, size, network.label, checks=True)
-    folder = library.building_folder()
-    try:
+    with library.building_folder() as folder:
         weights_file = folder / DATA_NAME
         read, index = write_weights(network, dtype, weights_file, lambda f: progress("reading weights", 0.2 * f))
         if not identity.any_weights and read != identity.weights:
@@ -108,8 +107,6 @@ def _compared(
         }
         task = check_task(order, engine.manifest, engine.folder, {"folder": str(folder), **native, **words})
         done = run(task, lambda phase, fraction: progress(phase, 0.2 + 0.8 * fraction), log_line, only_gpu(device))
-    finally:
-        library.discard(folder)
     return trust.Record(trust.BUILT, parity=done["parity"], gpu=gpu_of(device))
 
 

@@ -19,7 +19,7 @@ from . import measurements, trust
 from .disk import LibraryError, gigabytes, read_settings, readable
 from .engine import Check, Engine
 from .fallback import Fallback, Reason, Unavailable
-from .locks import FileLock, new_work_folder, out_of_the_way, remove_work_folder, sweep
+from .locks import FileLock, out_of_the_way, sweep, work_folder
 from .manifest import EXPORT_FORMAT, LAYOUT_PREFIX, MANIFEST_NAME, EngineIdentity, Manifest, ManifestError
 from .safe_files import move, other_users_may_write, sync
 
@@ -209,21 +209,20 @@ class Library:
         for root in self.roots:
             sweep(root)
 
-    def building_folder(self) -> Path:
-        """Make an empty folder inside the library, invisible to ``engines`` until ``publish``.
+    @contextlib.contextmanager
+    def building_folder(self) -> Iterator[Path]:
+        """Yield an empty folder inside the library, invisible to ``engines`` until ``publish``; remove what is left.
 
         Raises:
             LibraryError: the library cannot be written.
         """
         self.sweep()
-        try:
-            return new_work_folder(self.roots[0])
-        except OSError as error:
-            raise readable(error, self.roots[0]) from error
-
-    def discard(self, building: Path) -> None:
-        """Remove a building folder."""
-        remove_work_folder(building)
+        with contextlib.ExitStack() as until_the_end:
+            try:
+                folder = until_the_end.enter_context(work_folder(self.roots[0]))
+            except OSError as error:
+                raise readable(error, self.roots[0]) from error
+            yield folder
 
     def lock(self, identity: EngineIdentity) -> FileLock:
         """Return the lock that a builder of this engine has to hold, whatever process it lives in."""
@@ -262,7 +261,6 @@ class Library:
         check()
         with out_of_the_way(target):
             move(building, target)
-        remove_work_folder(building)
         with contextlib.suppress(OSError):  # the engine is published: nothing may fail any more
             sync(target.parent)
         return Engine(target, manifest)
@@ -274,11 +272,8 @@ class Library:
         Raises:
             OSError: the folder is read-only, or (on Windows) one of its files is in use.
         """
-        trash = new_work_folder(folder.parent)
-        try:
+        with work_folder(folder.parent) as trash:
             move(folder, trash / folder.name)
-        finally:
-            remove_work_folder(trash)
 
 
 def _fits(identity: EngineIdentity, wanted: EngineQuery) -> bool:

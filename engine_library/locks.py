@@ -270,12 +270,13 @@ REPLACED = ".replaced"
 """In a work folder: the engine that a new engine will replace."""
 _LOCK_SUFFIX = ".lock"
 
-_mine: dict[Path, FileLock] = {}
-_guard = threading.Lock()
 
+@contextlib.contextmanager
+def work_folder(root: Path) -> Iterator[Path]:
+    """Yield an empty folder below ``root`` that belongs to this process; in the end remove it with all that is in it.
 
-def new_work_folder(root: Path) -> Path:
-    """Make an empty folder below ``root`` that belongs to this process until ``remove_work_folder`` or its end."""
+    Its contents may be moved away before.
+    """
     root.mkdir(parents=True, exist_ok=True)
     while True:
         folder = root / f"{BUILD_PREFIX}{os.getpid()}-{secrets.token_hex(4)}"
@@ -284,24 +285,9 @@ def new_work_folder(root: Path) -> Path:
             break
     try:
         folder.mkdir()
-    except BaseException:
-        lock.release()
-        raise
-    with _guard:
-        _mine[folder] = lock
-    return folder
-
-
-def remove_work_folder(folder: Path) -> None:
-    """Remove a work folder with all that is in it; its contents may have been moved away."""
-    shutil.rmtree(folder, ignore_errors=True)
-    _forget(folder)
-
-
-def _forget(folder: Path) -> None:
-    with _guard:
-        lock = _mine.pop(folder, None)
-    if lock is not None:
+        yield folder
+    finally:
+        _clear(folder)
         lock.release()
 
 
@@ -315,16 +301,18 @@ def out_of_the_way(engine: Path) -> Iterator[None]:
     if not engine.exists():
         yield
         return
-    aside = new_work_folder(engine.parent)
-    try:
+    with work_folder(engine.parent) as aside:
         (aside / REPLACED).mkdir()
         move(engine, aside / REPLACED / engine.name)
         yield
-    finally:
-        if _put_back(aside):
-            remove_work_folder(aside)
-        else:
-            _forget(aside)  # the next sweep tries again
+
+
+def _clear(folder: Path) -> bool:
+    """Remove a work folder; False if an engine lies in it that cannot be put back: the next sweep tries again."""
+    back = _put_back(folder)
+    if back:
+        shutil.rmtree(folder, ignore_errors=True)
+    return back
 
 
 def _put_back(folder: Path) -> bool:
@@ -354,8 +342,7 @@ def sweep(root: Path) -> list[str]:
             lock = FileLock(_lock_path(folder))
             if not lock.acquire():
                 continue  # its process lives
-            if lock.reliable and _put_back(folder):
-                shutil.rmtree(folder, ignore_errors=True)
+            if lock.reliable and _clear(folder):
                 swept.append(folder.name)
             lock.release()
         for path in root.glob(f".*{_LOCK_SUFFIX}"):

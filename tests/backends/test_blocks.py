@@ -203,7 +203,9 @@ def test_rounding_in_half_precision_refuses_no_engine_and_values_that_are_no_num
 ) -> None:
     like = publish_engine(tmp_path / "like").manifest
     manifest = replace(like, identity=replace(like.identity, precision=precision))
-    engine = Library([tmp_path]).publish(Library([tmp_path]).building_folder(), manifest, record=trust.BUILT_HERE)
+    library = Library([tmp_path])
+    with library.building_folder() as folder:
+        engine = library.publish(folder, manifest, record=trust.BUILT_HERE)
     with pytest.raises(wiring.Miswired) if refused else nullcontext():
         wiring.judge_of(engine)(error)
     assert (measurements.figures(engine).get(wiring.FIGURE) == error) is kept

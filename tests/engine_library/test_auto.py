@@ -92,25 +92,25 @@ def torch_engine(net: NativeNetwork, folder: Path, figures: dict, profile: Profi
     inputs, outputs = specs.engine_inputs(net.module, "float32"), specs.outputs(net.module, "float32")
     used = {d.symbol for spec in inputs for d in spec.dims if not isinstance(d, int)}
     library = Library([folder])
-    building = library.building_folder()
     name = file_name(profile.only(used).sizes("opt"))
-    (building / name).write_bytes(b"what Inductor made")
     identity = EngineIdentity(specs.name, TORCH.weights(net), "float32", profile.only(used), "torch", TORCH.version(),
                               TORCH.target(CPU))
-    manifest = Manifest(identity, specs.role.value, net.label, tuple(inputs), tuple(outputs),
-                        describe_files(building, [name]), parity={"rel_err": 1e-6, **figures})
-    return library.publish(building, manifest, record=trust.Record(trust.BUILT, gpu=HERE))
+    with library.building_folder() as building:
+        (building / name).write_bytes(b"what Inductor made")
+        manifest = Manifest(identity, specs.role.value, net.label, tuple(inputs), tuple(outputs),
+                            describe_files(building, [name]), parity={"rel_err": 1e-6, **figures})
+        return library.publish(building, manifest, record=trust.Record(trust.BUILT, gpu=HERE))
 
 
 def like(engine: Engine, figures: dict, fingerprint: str = "", **changes: Any) -> Engine:
     """One that does not open: by default for another checkpoint or another LoRA, with the same biases and norms."""
     library = Library([engine.folder.parent])
-    building = library.building_folder()
-    (building / "model.onnx").write_bytes(b"other weights")
     identity = replace(engine.manifest.identity, **{"weights": "f" * 64, **changes})
-    manifest = replace(engine.manifest, identity=identity, files=describe_files(building, ["model.onnx"]),
-                       fingerprint=fingerprint or engine.manifest.fingerprint)
-    return library.publish(building, manifest, record=trust.Record(trust.BUILT, parity=figures, gpu=HERE))
+    with library.building_folder() as building:
+        (building / "model.onnx").write_bytes(b"other weights")
+        manifest = replace(engine.manifest, identity=identity, files=describe_files(building, ["model.onnx"]),
+                           fingerprint=fingerprint or engine.manifest.fingerprint)
+        return library.publish(building, manifest, record=trust.Record(trust.BUILT, parity=figures, gpu=HERE))
 
 
 def handle_of(net: NativeNetwork, folder: Path, profile: Profile = PROFILE, backend: str = AUTO) -> EngineHandle:

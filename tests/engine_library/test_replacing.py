@@ -21,8 +21,7 @@ from windows_rules import windows_rules
 
 def test_on_windows_a_scanner_that_holds_a_new_file_leaves_the_old_engine_in_its_place(tmp_path: Path) -> None:
     old, library, held = publish_engine(tmp_path, b"\x08old"), Library([tmp_path]), []
-    with windows_rules():
-        work = library.building_folder()
+    with windows_rules(), library.building_folder() as work:
         (work / "model.onnx").write_bytes(b"\x08new")
         (work / "parameters.json").write_text("{}")
         manifest = dataclasses.replace(old.manifest, files=describe_files(work, ["model.onnx", "parameters.json"]))
@@ -36,7 +35,6 @@ def test_on_windows_a_scanner_that_holds_a_new_file_leaves_the_old_engine_in_its
                 library.publish(work, manifest, scanner)
         finally:
             held[0].close()
-            library.discard(work)
     assert contents(tmp_path) == [old.folder.name]
     assert (old.folder / "model.onnx").read_bytes() == b"\x08old"
     assert library.engines() == [old]

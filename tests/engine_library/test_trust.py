@@ -283,13 +283,13 @@ def change_graph(folder: Path, operation: str) -> None:
 def copied(engine: Engine, root: Path, change: Callable[[Path], None], signed: bool = True) -> Engine:
     """An engine with the true key and true hashes of whatever files it has now, as built without a GPU."""
     library = Library([root])
-    folder = library.building_folder()
-    for name in engine.manifest.files:
-        shutil.copy(engine.folder / name, folder)
-    change(folder)
-    manifest = engine.manifest.to_json()
-    manifest["files"] = {n: f.__dict__ for n, f in describe_files(folder, list(engine.manifest.files)).items()}
-    made = library.publish(folder, Manifest.from_json(manifest))
+    with library.building_folder() as folder:
+        for name in engine.manifest.files:
+            shutil.copy(engine.folder / name, folder)
+        change(folder)
+        manifest = engine.manifest.to_json()
+        manifest["files"] = {n: f.__dict__ for n, f in describe_files(folder, list(engine.manifest.files)).items()}
+        made = library.publish(folder, Manifest.from_json(manifest))
     if not signed:
         (made.folder / RECORD_NAME).unlink()
     return made

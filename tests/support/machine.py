@@ -15,6 +15,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import ExitStack
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
@@ -24,6 +25,7 @@ import pack  # noqa: F401
 from hybrid_trt.engine_library import locks
 from hybrid_trt.engine_library.locks import FileLock
 
+_kept = ExitStack()  # work folders, until this process ends
 _locked: dict[tuple[int, int], int] = {}
 
 
@@ -58,7 +60,7 @@ def answer(folder: Path, lock: FileLock, command: str) -> object:
     if command == "give":
         return lock.release()
     if command == "folder":
-        work = locks.new_work_folder(folder)
+        work = _kept.enter_context(locks.work_folder(folder))
         (work / "half").write_text("an engine")
         return work.name
     if command == "sweep":
