@@ -17,8 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..engine_library import Engine, Fallback, Reason, trust
-from ..engine_library.atomic_files import write_file
-from ..engine_library.safe_files import NOTES, read_json
+from ..engine_library.safe_files import NOTES, read_json, write_file
 from .weight_patches import version_of
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from ...backends import Progress
 from ...comfy_model.comfyui_shims import import_comfyui
-from ...engine_library import BuildError, Engine, Manifest, Reason, Unavailable, ValidationFailed, yardstick
+from ...engine_library import BuildError, Engine, Manifest, Reason, Unavailable, ValidationFailed, measurements
 from ...engine_library.gpu import driver_version
 from .task import Task, backend_of, function_of, tensors_of
 
@@ -78,16 +78,16 @@ def check_engine(task: Task, progress: Progress) -> dict:
         log.exception("%s failed", engine.folder.name)
         text = (str(error).strip().splitlines() or [""])[0]
         raise _refused(task, f"could not be run ({type(error).__name__}: {text})") from error
-    if over := yardstick.over_limit(record):
+    if over := measurements.over_limit(record):
         raise _refused(
             task,
             f"differs from the normal model by {over['rel_err']:.2e} in {over['worst_output']} at {over['symbols']} "
-            f"({yardstick.limit_words(over, task['precision'])})",
+            f"({measurements.limit_words(over, task['precision'])})",
         )
     where = "on the CPU" if device.type == "cpu" else "on the same device"
     exact = task["precision"] == "float32" or all("native_rel_err" in case for case in record)
     against = f"native{' in float32' if exact else ''} {where}"
-    parity = {**yardstick.figures(record), "cases": record, "against": against}
+    parity = {**measurements.worst_case(record), "cases": record, "against": against}
     if native_ms:
         parity["driver"] = driver_version()
         parity |= {"native_ms": round(native_ms, 3), "engine_ms": round(engine_ms, 3)}

@@ -261,7 +261,7 @@ def test_an_engine_of_the_best_size_counts_as_all_that_is_wanted(tmp_path: Path)
     made = engine.manifest.identity
     wider = Profile({"B": Range(1, 2, 9)})
     wanted = EngineQuery(made.architecture, [made.weights], made.precision, wider, [made.backend])
-    _slow, not_covered, *_ = _rank(engine, wanted, None)
+    not_covered, *_ = _rank(engine, wanted, None)
     assert not_covered
     assert lookup._covers(ORT, engine, wanted)
 

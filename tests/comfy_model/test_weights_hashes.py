@@ -189,13 +189,11 @@ def test_no_engine_for_a_model_is_known_without_hashing_it(tmp_path: Path, hashi
     mine, other = small_network(1), small_network(2)
     library = Library([tmp_path])
     assert not library.may_have("sd15_unet", mine.fingerprint)
-    work = library.building_folder()
-    (work / "model.onnx").write_bytes(b"\x08")
     identity = EngineIdentity("sd15_unet", "a" * 64, "float32", PROFILE, "onnxruntime", "1", "any")
-    files = describe_files(work, ["model.onnx"])
-    library.publish(
-        work, Manifest(identity, "unet", "mine", SPECS, SPECS, files, fingerprint=mine.fingerprint())
-    )
+    with library.building_folder() as work:
+        (work / "model.onnx").write_bytes(b"\x08")
+        files = describe_files(work, ["model.onnx"])
+        library.publish(work, Manifest(identity, "unet", "mine", SPECS, SPECS, files, fingerprint=mine.fingerprint()))
     assert library.may_have("sd15_unet", mine.fingerprint)
     assert not library.may_have("sd15_unet", other.fingerprint)
     assert not library.may_have("sdxl_unet", mine.fingerprint)

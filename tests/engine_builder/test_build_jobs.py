@@ -315,10 +315,10 @@ def test_the_expected_time_comes_from_builds_like_it_and_from_no_others(
                   "created": "2026-01-01T00:00:00+00:00"}
         identity |= {k: v for k, v in changes.items() if k in identity}
         fields |= {k: v for k, v in changes.items() if k in fields}
-        folder = library.building_folder()
-        (folder / "model.onnx").write_bytes(b"x")
-        library.publish(folder, Manifest(EngineIdentity(**identity), fields.pop("kind"), "m", (), (),
-                                         describe_files(folder, ["model.onnx"]), **fields))
+        with library.building_folder() as folder:
+            (folder / "model.onnx").write_bytes(b"x")
+            library.publish(folder, Manifest(EngineIdentity(**identity), fields.pop("kind"), "m", (), (),
+                                             describe_files(folder, ["model.onnx"]), **fields))
 
     for other in ({"kind": "other"}, {"backend": "another"}, {"device": "another"}, {"precision": "bfloat16"},
                   {"parameters": parameters * 5}, {"parameters": parameters // 5}, {"parameters": 0}):

@@ -23,7 +23,7 @@ from drawn_workflows import drawn
 from fake_engine import publish
 from hybrid_trt.comfy_model import hash_cache
 from hybrid_trt.engine_builder.command_line import main as cli_module
-from hybrid_trt.engine_library.atomic_files import sweep
+from hybrid_trt.engine_library.locks import sweep
 from hybrid_trt.engine_library.safe_files import NOTES
 from PIL import Image
 from PIL.PngImagePlugin import PngInfo

@@ -283,7 +283,7 @@ def test_it_tells_whether_a_fleet_key_is_in_use_and_never_the_key(
     assert '"fleet key": "in use"' in told
     assert path.read_text() not in told
     path.chmod(0o644)
-    assert "may be read by others" in doctor(capsys, *options)
+    assert "may be read by other users" in doctor(capsys, *options)
     monkeypatch.setenv(fleet_key.VARIABLE, secret)
     told = doctor(capsys, *options)
     assert f'"{fleet_key.VARIABLE}": "set"' in told
@@ -345,4 +345,4 @@ def test_a_key_that_others_may_read_is_among_the_warnings(
     trust.sign("make it")
     (home / "keys" / "hybrid-trt" / "local.key").chmod(0o644)
     told = doctor(capsys, "--library", str(tmp_path / "library"), "--device", "cpu")
-    assert "~/keys/hybrid-trt/local.key may be read by others" in told
+    assert "~/keys/hybrid-trt/local.key may be read by other users" in told

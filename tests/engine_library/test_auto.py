@@ -92,25 +92,25 @@ def torch_engine(net: NativeNetwork, folder: Path, figures: dict, profile: Profi
     inputs, outputs = specs.engine_inputs(net.module, "float32"), specs.outputs(net.module, "float32")
     used = {d.symbol for spec in inputs for d in spec.dims if not isinstance(d, int)}
     library = Library([folder])
-    building = library.building_folder()
     name = file_name(profile.only(used).sizes("opt"))
-    (building / name).write_bytes(b"what Inductor made")
     identity = EngineIdentity(specs.name, TORCH.weights(net), "float32", profile.only(used), "torch", TORCH.version(),
                               TORCH.target(CPU))
-    manifest = Manifest(identity, specs.role.value, net.label, tuple(inputs), tuple(outputs),
-                        describe_files(building, [name]), parity={"rel_err": 1e-6, **figures})
-    return library.publish(building, manifest, record=trust.Record(trust.BUILT, gpu=HERE))
+    with library.building_folder() as building:
+        (building / name).write_bytes(b"what Inductor made")
+        manifest = Manifest(identity, specs.role.value, net.label, tuple(inputs), tuple(outputs),
+                            describe_files(building, [name]), parity={"rel_err": 1e-6, **figures})
+        return library.publish(building, manifest, record=trust.Record(trust.BUILT, gpu=HERE))
 
 
 def like(engine: Engine, figures: dict, fingerprint: str = "", **changes: Any) -> Engine:
     """One that does not open: by default for another checkpoint or another LoRA, with the same biases and norms."""
     library = Library([engine.folder.parent])
-    building = library.building_folder()
-    (building / "model.onnx").write_bytes(b"other weights")
     identity = replace(engine.manifest.identity, **{"weights": "f" * 64, **changes})
-    manifest = replace(engine.manifest, identity=identity, files=describe_files(building, ["model.onnx"]),
-                       fingerprint=fingerprint or engine.manifest.fingerprint)
-    return library.publish(building, manifest, record=trust.Record(trust.BUILT, parity=figures, gpu=HERE))
+    with library.building_folder() as building:
+        (building / "model.onnx").write_bytes(b"other weights")
+        manifest = replace(engine.manifest, identity=identity, files=describe_files(building, ["model.onnx"]),
+                           fingerprint=fingerprint or engine.manifest.fingerprint)
+        return library.publish(building, manifest, record=trust.Record(trust.BUILT, parity=figures, gpu=HERE))
 
 
 def handle_of(net: NativeNetwork, folder: Path, profile: Profile = PROFILE, backend: str = AUTO) -> EngineHandle:
@@ -140,8 +140,8 @@ def taken(net: NativeNetwork, folder: Path, **choice: Any) -> list[str]:
     found = [e.folder.name for e in handle.session.engines]
     states = NodeStates(Library([folder]), BuildQueue())
     states.learn("key", handle)
-    told = states.state("key", NodeRequest(handle.network.role.value, net.label, False, AUTO))
-    assert [told["engine"]["name"] if told["engine"] else None] == (found[:1] or [None])
+    state = states.state("key", NodeRequest(handle.network.role.value, net.label, False, AUTO))
+    assert [state["engine"]["name"] if state["engine"] else None] == (found[:1] or [None])
     return found
 
 
@@ -339,9 +339,9 @@ def test_live_weights_serve_in_the_place_of_an_engine_that_does_not_open(
 
     states = NodeStates(Library([tmp_path]), BuildQueue())
     states.learn("key", handle)
-    told = states.state("key", NodeRequest(net.role.value, net.label, False, AUTO))
-    assert told["state"] == "stale"
-    assert told["text"].endswith("delete it in the panel, or build it again with the backend onnxruntime.")
+    state = states.state("key", NodeRequest(net.role.value, net.label, False, AUTO))
+    assert state["state"] == "stale"
+    assert state["text"].endswith("delete it in the panel, or build it again with the backend onnxruntime.")
 
 
 def test_a_damaged_engine_has_the_same_state_on_its_node_and_in_the_panel(
@@ -352,9 +352,9 @@ def test_a_damaged_engine_has_the_same_state_on_its_node_and_in_the_panel(
     library, handle = Library([tmp_path]), handle_of(net, tmp_path, backend="onnxruntime")
     states = NodeStates(library, BuildQueue())
     states.learn("key", handle)
-    told = states.state("key", NodeRequest(net.role.value, net.label, False, "onnxruntime"))
+    state = states.state("key", NodeRequest(net.role.value, net.label, False, "onnxruntime"))
     (entry,) = entries(library, lambda _: None, source_changed)
-    assert (told["state"], entry.state) == ("broken", "broken")
+    assert (state["state"], entry.state) == ("broken", "broken")
     assert lacks_engine(handle), "a build ends it"
 
 
@@ -429,9 +429,9 @@ def test_the_page_knows_that_any_size_is_served(net: NativeNetwork, ort: Callabl
         states = NodeStates(Library([tmp_path]), BuildQueue())
         handle = handle_of(net, tmp_path, profile=WIDE, backend=backend)
         states.learn("key", handle)
-        told = states.state("key", NodeRequest(net.role.value, net.label, False, backend))
-        assert (told["state"], told["any_size"], told["engine"]["covers"]) == ("ready", expected, False)
-        assert told["engine"]["speed"] == 3.2
+        state = states.state("key", NodeRequest(net.role.value, net.label, False, backend))
+        assert (state["state"], state["any_size"], state["engine"]["covers"]) == ("ready", expected, False)
+        assert state["engine"]["speed"] == 3.2
 
 
 @pytest.mark.parametrize(("total", "family", "parameters", "expected"), [

@@ -43,17 +43,17 @@ FOREIGN = '{"verdict": "built", "why": "", "parity": {}, "gpu": "", "signature":
 def test_a_file_that_was_not_made_here_is_never_opened(tmp_path: Path, key_folder: Path) -> None:
     net = network("unet", "unlike_levels")
     library = Library([tmp_path / "library"])
-    folder = library.building_folder()
     sizes = {name: size for name, size in SIZES.items() if name != "HB"}
     name = file_name(sizes)
-    (folder / name).write_bytes(pickle.dumps(Trap(tmp_path / "sprung")))
     identity = EngineIdentity("sd15_unet", TORCH.weights(net), "float32", PROFILE.only("BHWT"), "torch",
                               TORCH.version(), TORCH.target(CPU))
     specs = architecture_of(net.module)
-    manifest = Manifest(identity, "unet", "foreign", tuple(specs.inputs(net.module, "float32")),
-                        tuple(specs.outputs(net.module, "float32")),
-                        describe_files(folder, [name]))
-    engine: Engine = library.publish(folder, manifest)
+    with library.building_folder() as folder:
+        (folder / name).write_bytes(pickle.dumps(Trap(tmp_path / "sprung")))
+        manifest = Manifest(identity, "unet", "foreign", tuple(specs.inputs(net.module, "float32")),
+                            tuple(specs.outputs(net.module, "float32")),
+                            describe_files(folder, [name]))
+        engine: Engine = library.publish(folder, manifest)
     (engine.folder / RECORD_NAME).write_text(FOREIGN)
     (found,) = entries(library, lambda _: None, source_changed)
     assert (found.state, "not built on this machine" in found.reason) == ("stale", True)

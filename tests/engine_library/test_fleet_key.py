@@ -162,14 +162,14 @@ def test_what_the_key_signed_cannot_be_changed_without_it(
 ) -> None:
     record, manifest = engine.folder / RECORD_NAME, engine.folder / MANIFEST_NAME
     whole = {path: path.read_text() for path in (record, manifest)}
-    told = json.loads(whole[record])
+    fields = json.loads(whole[record])
     another = publish_engine(tmp_path / "other library", b"\x08other")
     on("second", key)
     for changed in (
         {"gpu": HERE}, {"parity": {"rel_err": 0.0}}, {"fleet": "0" * 64}, {"fleet": "\u00e9" * 64}, {"fleet": None},
-        {"fleet": told["signature"]}, {"fleet": json.loads((another.folder / RECORD_NAME).read_text())["fleet"]},
+        {"fleet": fields["signature"]}, {"fleet": json.loads((another.folder / RECORD_NAME).read_text())["fleet"]},
     ):  # fmt: skip
-        record.write_text(json.dumps(told | changed))
+        record.write_text(json.dumps(fields | changed))
         assert reason(engine) is Reason.STALE_ENGINE, changed
     record.write_text(whole[record])
     assert reason(engine) is None

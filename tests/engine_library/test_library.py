@@ -44,10 +44,10 @@ def identity(profile: Profile = SMALL, **changes: str) -> EngineIdentity:
 
 
 def publish(library: Library, which: EngineIdentity, contents: bytes = b"engine") -> Engine:
-    folder = library.building_folder()
-    (folder / "model.onnx").write_bytes(contents)
-    manifest = Manifest(which, "unet", "a.safetensors", SPECS, SPECS[:1], describe_files(folder, ["model.onnx"]))
-    return library.publish(folder, manifest)
+    with library.building_folder() as folder:
+        (folder / "model.onnx").write_bytes(contents)
+        files = describe_files(folder, ["model.onnx"])
+        return library.publish(folder, Manifest(which, "unet", "a.safetensors", SPECS, SPECS[:1], files))
 
 
 def wanted(profile: Profile = SMALL, backends: tuple[str, ...] = ("onnxruntime",)) -> EngineQuery:
@@ -55,7 +55,7 @@ def wanted(profile: Profile = SMALL, backends: tuple[str, ...] = ("onnxruntime",
 
 
 def find(library: Library, what: EngineQuery) -> Engine:
-    return library.find(what, lambda _manifest: None)
+    return library.find(what, lambda _manifest: None)[0]
 
 
 def test_a_manifest_reads_back_as_it_was_written(tmp_path: Path) -> None:
@@ -116,7 +116,7 @@ def test_an_engine_that_the_backend_refuses_is_passed_over_and_told_when_alone(t
     with pytest.raises(Unavailable, match="wrong GPU: sm_90"):
         library.find(wanted(), refuse)
     publish(library, identity(LARGE))
-    assert library.find(wanted(), refuse).manifest.identity.device == "any"
+    assert library.find(wanted(), refuse)[0].manifest.identity.device == "any"
 
 
 def test_publishing_the_same_key_replaces_the_engine(tmp_path: Path) -> None:
@@ -144,7 +144,8 @@ def test_engines_in_further_folders_are_found_and_builds_go_to_the_first(tmp_pat
     publish(Library([tmp_path / "shared"]), identity())
     library = Library([tmp_path / "own", tmp_path / "shared"])
     assert find(library, wanted()).folder.parent.name == "shared"
-    assert library.building_folder().parent.name == "own"
+    with library.building_folder() as folder:
+        assert folder.parent.name == "own"
 
 
 def test_nothing_heavy_is_imported_when_the_pack_is(tmp_path: Path) -> None:

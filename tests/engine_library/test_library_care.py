@@ -21,9 +21,9 @@ from fake_engine import publish_engine as publish
 from hybrid_trt.comfy_model import hash_cache
 from hybrid_trt.comfy_model.hash_cache import source_changed
 from hybrid_trt.engine_library import Fallback, Library, LibraryError, Manifest, Reason
-from hybrid_trt.engine_library.atomic_files import REPLACED, FileLock, new_work_folder, remove_work_folder, sweep
 from hybrid_trt.engine_library.disk import Settings, read_settings, write_settings
 from hybrid_trt.engine_library.inventory import BROKEN, READY, STALE, delete, entries, select, verify
+from hybrid_trt.engine_library.locks import REPLACED, FileLock, sweep, work_folder
 
 UNDER_WINDOWS_RULES_TOO = True
 def states(folder: Path, usable: Callable[[Manifest], Fallback | None] = lambda _: None) -> dict[str, tuple[str, str]]:
@@ -226,12 +226,12 @@ import sys, time
 sys.path[:0] = [{support!r}, {tools!r}]
 import pack
 from pathlib import Path
-from hybrid_trt.engine_library.atomic_files import FileLock
-from hybrid_trt.engine_library.atomic_files import new_work_folder
+from hybrid_trt.engine_library.locks import FileLock, work_folder
 assert FileLock(Path({folder!r}) / "a.lock").acquire()
-(new_work_folder(Path({folder!r})) / "half").write_text("an engine")
-print("held", flush=True)
-time.sleep(600)
+with work_folder(Path({folder!r})) as folder:
+    (folder / "half").write_text("an engine")
+    print("held", flush=True)
+    time.sleep(600)
 """
 
 
@@ -243,10 +243,10 @@ def test_locks_and_leftovers_of_a_killed_process_are_free_at_once(tmp_path: Path
     try:
         assert holder.stdout.readline().strip() == "held"
         lock = FileLock(tmp_path / "a.lock")
-        mine = new_work_folder(tmp_path)
-        assert not lock.acquire()
-        assert f"process {holder.pid} on" in lock.holder()
-        assert sweep(tmp_path) == [], "both processes live"
+        with work_folder(tmp_path):
+            assert not lock.acquire()
+            assert f"process {holder.pid} on" in lock.holder()
+            assert sweep(tmp_path) == [], "both processes live"
     finally:
         holder.kill()
         holder.wait()
@@ -254,7 +254,6 @@ def test_locks_and_leftovers_of_a_killed_process_are_free_at_once(tmp_path: Path
     lock.release()
     (swept,) = sweep(tmp_path)
     assert str(holder.pid) in swept
-    remove_work_folder(mine)
     assert contents(tmp_path) == []
 
 
@@ -266,7 +265,8 @@ def test_leftovers_are_swept_in_every_folder_of_the_library(tmp_path: Path) -> N
         (root / ".building-1-x").mkdir(parents=True)
         (root / ".building-1-x" / "model.onnx").write_text("half")
     library = Library(roots)
-    library.discard(library.building_folder())
+    with library.building_folder():
+        pass
     assert [contents(root) for root in roots] == [[], []]
 
 
@@ -311,18 +311,17 @@ def test_a_library_that_others_may_write_is_told_once(
         monkeypatch.setattr(os, "geteuid", lambda: me + 1)
     for _ in range(2):
         Library([root])
-    told = [record.message for record in caplog.records if "other users may write" in record.message]
-    assert len(told) == (1 if warned else 0)
-    assert all(str(root) in text for text in told)
+    warnings = [record.message for record in caplog.records if "other users may write" in record.message]
+    assert len(warnings) == (1 if warned else 0)
+    assert all(str(root) in text for text in warnings)
 
 
 def test_leftovers_are_swept_when_the_library_is_next_built_into(tmp_path: Path) -> None:
     (tmp_path / ".building-1-x").mkdir()
     (tmp_path / ".building-1-x" / "model.onnx").write_text("half")
     library = Library([tmp_path])
-    folder = library.building_folder()
-    assert contents(tmp_path) == [folder.name, folder.name + ".lock"]
-    library.discard(folder)
+    with library.building_folder() as folder:
+        assert contents(tmp_path) == [folder.name, folder.name + ".lock"]
     assert contents(tmp_path) == []
 
 

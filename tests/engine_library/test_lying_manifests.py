@@ -81,9 +81,9 @@ def test_an_engine_with_a_lie_is_broken_serves_nobody_and_can_be_removed(
     assert verify(entry).reason is Reason.BROKEN_ENGINE
     made = engine.manifest.identity
     wanted = EngineQuery(made.architecture, [made.weights], made.precision, made.profile, ["onnxruntime"])
-    with pytest.raises(Unavailable, match="no engine: none for this model") as told:
+    with pytest.raises(Unavailable, match="no engine: none for this model") as refused:
         library.find(wanted, lambda _: None)
-    assert entry.folder.name not in str(told.value), "the panel tells of damage, not every node"
+    assert entry.folder.name not in str(refused.value), "the panel tells of damage, not every node"
     delete(entry)
     assert not engine.folder.exists()
 

@@ -25,9 +25,9 @@ from hybrid_trt.engine_builder.build import build_engine, run_here
 from hybrid_trt.engine_builder.command_line import workflows
 from hybrid_trt.engine_builder.order import BuildOrder
 from hybrid_trt.engine_library import Engine, Library, Unavailable, fleet_key, safe_files, schema, trust
-from hybrid_trt.engine_library.atomic_files import FileLock
 from hybrid_trt.engine_library.disk import FILE_NAME, Settings, read_settings
 from hybrid_trt.engine_library.inventory import last_used, mark_used
+from hybrid_trt.engine_library.locks import FileLock
 from hybrid_trt.engine_library.manifest import MANIFEST_NAME, RECORD_NAME, USE_NAME, Manifest, ManifestError
 from hybrid_trt.engine_library.safe_files import is_own_folder, read_bytes
 from hybrid_trt.page_api import node_records
@@ -185,7 +185,7 @@ def test_a_secret_that_others_may_read_proves_nothing(
     key.chmod(mode)
     for _ in range(2):
         assert not trust.is_signed("text", signature)
-    assert "may be read by others" in caplog.text
+    assert "may be read by other users" in caplog.text
     again = trust.sign("text")
     assert again != signature, "a new secret"
     assert trust.is_signed("text", again)
@@ -224,7 +224,7 @@ def test_a_secret_is_no_link_to_a_file_that_others_know(tmp_path: Path, monkeypa
     known.write_bytes(b"k" * trust.KEY_LENGTH)
     known.chmod(0o600)
     put(key, "link", known)
-    assert not trust.is_signed("text", trust._digest(b"k" * trust.KEY_LENGTH, "text"))
+    assert not trust.is_signed("text", fleet_key.digest(b"k" * trust.KEY_LENGTH, "text"))
 
 
 def test_on_a_disk_without_rights_torch_keeps_its_usual_folder(

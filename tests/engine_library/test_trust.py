@@ -23,7 +23,17 @@ from hybrid_trt.engine_builder import build as builder
 from hybrid_trt.engine_builder import check
 from hybrid_trt.engine_builder.build import build_engine, run_here
 from hybrid_trt.engine_builder.resources import on_cpu
-from hybrid_trt.engine_library import BuildError, Engine, EngineQuery, Library, Manifest, Reason, Unavailable, trust
+from hybrid_trt.engine_library import (
+    BuildError,
+    Engine,
+    EngineQuery,
+    Library,
+    Manifest,
+    Reason,
+    Unavailable,
+    fleet_key,
+    trust,
+)
 from hybrid_trt.engine_library.engine import describe_files
 from hybrid_trt.engine_library.inventory import BROKEN, READY, STALE, UNCHECKED, entries
 from hybrid_trt.engine_library.manifest import RECORD_NAME
@@ -74,7 +84,7 @@ def test_a_secret_that_is_none_is_not_used_and_replaced(key_folder: Path, conten
     key_folder.mkdir(parents=True)
     (key_folder / "local.key").write_bytes(contents)
     assert trust.key_stamp() is None
-    assert not trust.is_signed("text", trust._digest(contents, "text"))
+    assert not trust.is_signed("text", fleet_key.digest(contents, "text"))
     signature = trust.sign("text")
     assert trust.is_signed("text", signature)
     key = key_folder / "local.key"
@@ -273,13 +283,13 @@ def change_graph(folder: Path, operation: str) -> None:
 def copied(engine: Engine, root: Path, change: Callable[[Path], None], signed: bool = True) -> Engine:
     """An engine with the true key and true hashes of whatever files it has now, as built without a GPU."""
     library = Library([root])
-    folder = library.building_folder()
-    for name in engine.manifest.files:
-        shutil.copy(engine.folder / name, folder)
-    change(folder)
-    manifest = engine.manifest.to_json()
-    manifest["files"] = {n: f.__dict__ for n, f in describe_files(folder, list(engine.manifest.files)).items()}
-    made = library.publish(folder, Manifest.from_json(manifest))
+    with library.building_folder() as folder:
+        for name in engine.manifest.files:
+            shutil.copy(engine.folder / name, folder)
+        change(folder)
+        manifest = engine.manifest.to_json()
+        manifest["files"] = {n: f.__dict__ for n, f in describe_files(folder, list(engine.manifest.files)).items()}
+        made = library.publish(folder, Manifest.from_json(manifest))
     if not signed:
         (made.folder / RECORD_NAME).unlink()
     return made

@@ -97,7 +97,7 @@ test("what the server says is read in Chinese, names and figures as they are", (
 
 test("what is missing is not to be removed, and a backend that is named is to be chosen, in Chinese too", () => {
     const code = readFileSync(new URL("../../engine_library/fallback.py", import.meta.url), "utf8").replace(/"\s+"/g, "");
-    const advice = (reason) => new RegExp(`Reason\\.${reason}: _Facts\\(\\s*"([^"]+)"`).exec(code)[1];
+    const advice = (reason) => new RegExp(`${reason} = "[^"]+", _Facts\\(\\s*"([^"]+)"`).exec(code)[1];
     assert.match(advice("UNSUPPORTED_INPUT"), /^add .+, or remove /);
     assert.match(advice("UNSUPPORTED_MODEL"), /^choose the backend /);
     setLanguage("zh");

@@ -203,7 +203,7 @@ def test_a_library_that_cannot_be_read_is_a_fallback(tmp_path: Path, monkeypatch
     def gone(*_: Any) -> None:
         raise PermissionError(13, "the share is gone")
 
-    monkeypatch.setattr(handle.library, "find_all", gone)
+    monkeypatch.setattr(handle.library, "find", gone)
     handle.refresh()
     assert handle.session is None
     assert "the share is gone" in handle.fallback.detail
@@ -212,17 +212,17 @@ def test_a_library_that_cannot_be_read_is_a_fallback(tmp_path: Path, monkeypatch
 def compiled_engine(net: NativeNetwork, folder: Path, created: str) -> Engine:
     """An engine of the torch backend with a file for the opt sizes, which no test opens for real."""
     library = Library([folder])
-    building = library.building_folder()
     used = {d.symbol for spec in net.architecture().inputs(net.module, "float32") for d in spec.dims
             if not isinstance(d, int)}
     name = file_name({symbol: size for symbol, size in OPT.items() if symbol in used})
-    (building / name).write_bytes(created.encode())
     identity = EngineIdentity("sd15_unet", TORCH.weights(net), "float32", PROFILE.only(used), "torch", TORCH.version(),
                               TORCH.target(CPU))
     specs = architecture_of(net.module)
-    return library.publish(building, Manifest(
-        identity, "unet", net.label, tuple(specs.inputs(net.module, "float32")),
-        tuple(specs.outputs(net.module, "float32")), describe_files(building, [name]), created=created))
+    with library.building_folder() as building:
+        (building / name).write_bytes(created.encode())
+        return library.publish(building, Manifest(
+            identity, "unet", net.label, tuple(specs.inputs(net.module, "float32")),
+            tuple(specs.outputs(net.module, "float32")), describe_files(building, [name]), created=created))
 
 
 def lacking(session: LiveSession) -> list:
