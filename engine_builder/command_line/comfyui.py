@@ -171,6 +171,17 @@ def load(kind: str, name: str, precision: str, target: torch.device) -> NativeNe
         raise Unusable(f"{why}; check the file and the option.") from error
 
 
+def limits() -> list[str]:
+    """Return sentences on what this ComfyUI is not used for."""
+    import torch
+    from comfy.cli_args import args
+
+    from ...comfy_model.comfyui_internals import switched_off
+
+    args.cpu = args.cpu or not torch.cuda.is_available()
+    return switched_off()
+
+
 def _path(kind: str, name: str) -> str:
     if Path(name).is_file():
         return str(Path(name).absolute())
