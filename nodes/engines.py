@@ -18,8 +18,7 @@ from ..comfy_model.network import NativeNetwork
 from ..engine_library import Fallback, Reason, Unavailable
 from ..node_names import USE_NATIVE
 from ..page_api.build_orders import Order, order_of
-from ..page_api.builds import node_states, pending_orders
-from ..page_api.library_folder import library
+from ..page_api.builds import library, node_states, pending_orders
 from ..page_api.picture_fit import auto
 from ..page_api.workflow_graph import (
     DECODE,

@@ -15,7 +15,7 @@ from ..engine_builder.jobs import Job
 from ..node_names import ENGINE_NODES
 from ..saved_workflows.accelerate import accelerate, remove
 from ..saved_workflows.graph import Workflow, WorkflowError, as_workflow_error, change
-from . import library_routes
+from . import panel_routes
 from .builds import builds, node_states, pending_orders
 from .http import PREFIX, Refused, answer, changes, read_json, reads, strict_json
 from .outlook import request_of
@@ -47,7 +47,7 @@ def register() -> None:
     routes.post(f"{PREFIX}/builds/{{id}}/cancel")(_cancel)
     routes.post(f"{PREFIX}/nodes")(_nodes)
     routes.post(f"{PREFIX}/accelerate")(_accelerate)
-    library_routes.register(routes)
+    panel_routes.register(routes)
 
 
 @reads
@@ -66,7 +66,7 @@ async def _show(request: web.Request) -> web.Response:
 async def _clear(_request: web.Request) -> web.Response:
     """Remove ended builds from the list; nodes still report the results of theirs."""
     cleared = builds.clear_ended()
-    library_routes.tell()
+    panel_routes.tell()
     return answer({"cleared": cleared})
 
 
