@@ -11,6 +11,7 @@ from comfy_api.latest import io, ui
 from ..comfy_model.network import NativeNetwork
 from ..engine_library import Fallback
 from ..node_names import CONTROL_INPUTS
+from ..page_api.node_input import NodeInput
 from ..sampling.controlnet import back_with_engine, native_controlnet
 from ..sampling.engine_handle import EngineHandle
 from ..sampling.engine_status import status
@@ -18,7 +19,7 @@ from ..sampling.model_wrapper import patch_model
 from ..sampling.native_controls import count_control_as_native
 from ..sampling.vae import native_vae, vae_with_engines
 from . import building, schemas
-from .engines import NodeInput, build, controlnet_network, engine_choice, find, find_vae, for_its_pictures
+from .engines import build, controlnet_network, engine_choice, find, find_vae, for_its_pictures
 
 if TYPE_CHECKING:
     from comfy.controlnet import ControlBase

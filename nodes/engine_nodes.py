@@ -9,12 +9,13 @@ from comfy_api.latest import io, ui
 
 from ..comfy_model.network import NativeNetwork
 from ..engine_library import Fallback
+from ..page_api.node_input import NodeInput
 from ..sampling.controlnet import back_with_engine, native_controlnet
 from ..sampling.engine_status import status
 from ..sampling.native_controls import count_control_as_native
 from ..sampling.vae import native_vae, vae_with_engines
 from . import building, schemas
-from .engines import NodeInput, build, controlnet_network, engine_choice, find, find_vae, for_its_pictures
+from .engines import build, controlnet_network, engine_choice, find, find_vae, for_its_pictures
 
 if TYPE_CHECKING:
     from comfy.controlnet import ControlBase

@@ -16,7 +16,8 @@ from comfy_execution.graph import DynamicPrompt
 from server import PromptServer
 
 from ..comfy_model.comfyui_internals import Feature, works
-from .workflow_graph import BadPrompt, for_one_network, network_inputs, node_key, picture_of, upstream
+from .graph_pictures import picture_of
+from .workflow_graph import BadPrompt, for_one_network, network_inputs, node_key, upstream
 
 ORDER = "hybrid_trt_build"
 """Key of the order in ``extra_data``: ``{"nodes": [ids], "missing_only": bool, "graph": API prompt}``.

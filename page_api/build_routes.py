@@ -17,19 +17,10 @@ from ..saved_workflows.accelerate import accelerate, remove
 from ..saved_workflows.graph import Workflow, WorkflowError, as_workflow_error, change
 from . import panel_routes
 from .builds import builds, node_states, pending_orders
+from .graph_pictures import called_with, pictures_of, readers_of, samplers_of
 from .http import PREFIX, Refused, answer, changes, read_json, reads, strict_json
 from .outlook import request_of
-from .read_graph import class_of
-from .workflow_graph import (
-    BadPrompt,
-    called_with,
-    for_one_network,
-    network_inputs,
-    node_key,
-    pictures_of,
-    readers_of,
-    samplers_of,
-)
+from .workflow_graph import BadPrompt, class_of, for_one_network, network_inputs, node_key
 
 MAX_NODES = 500
 MAX_WORKFLOW = 32 << 20

@@ -21,8 +21,7 @@ from ..backends.lookup import usable_backends
 from ..engine_builder.expected_time import expected
 from ..engine_library import Fallback, Library, Reason, Unavailable
 from ..node_names import CONTROLNET_ENGINE, UNET_ENGINE, VAE_ENGINE
-from .read_graph import class_of, inputs_of
-from .workflow_graph import NETWORK_INPUTS, VAE_ENCODER, model_name, upstream
+from .workflow_graph import NETWORK_INPUT, VAE_ENCODER, class_of, inputs_of, model_name, upstream
 
 KINDS = {
     UNET_ENGINE: Role.BACKBONE.value, CONTROLNET_ENGINE: Role.CONTROLNET.value,
@@ -75,7 +74,7 @@ def request_of(prompt: Mapping[str, Any], node_id: str) -> NodeRequest:
     checked: its nodes have a key."""
     graph = DynamicPrompt(dict(prompt))
     kind = str(prompt[node_id]["class_type"])
-    name = NETWORK_INPUTS[kind][0]
+    name = NETWORK_INPUT[kind]
     before, inputs = list(upstream(graph, node_id, (name,))), inputs_of(graph, node_id)
     above = [inputs_of(graph, one) for one in before]
     patched = any(class_of(prompt, one) in patch_nodes() for one in before)
