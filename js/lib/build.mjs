@@ -6,6 +6,7 @@ import { Look } from "./look.mjs";
 import { applyPreset } from "./presets.mjs";
 import { LIVE } from "./panel_words.mjs";
 import { request } from "./server.mjs";
+import { said } from "./server_zh.mjs";
 import { t } from "./texts.mjs";
 import { changedUses, isSame, usesOf, wantedUses } from "./uses.mjs";
 import { isMissing } from "./workflow.mjs";
@@ -228,7 +229,7 @@ export class Builder {
         this.told.add(job.id);
         for (const key of job.keys) this.ours.delete(key);
         await this.tracker.refresh();
-        if (job.state === "failed") this.#tellFailure(this.tracker.waitingFor(job), job.message, stays);
+        if (job.state === "failed") this.#tellFailure(this.tracker.waitingFor(job), said(job.message), stays);
         if (job.state === "cancelled" && !this.together.has(job.id)) this.toast("info", t("cancelledToast"), job.label);
         const engine = job.state === "done" && (this.#engineOf(job) ?? await this.#inLibrary(job));
         if (engine) {

@@ -68,15 +68,6 @@ def test_every_reason_is_explained() -> None:
         assert f"| {reason.value} |" in text, reason
 
 
-def test_every_reason_what_it_means_and_what_to_do_is_said_in_chinese() -> None:
-    from hybrid_trt.engine_library import Reason
-
-    said = read("js/lib/server_zh.mjs")
-    for reason in Reason:
-        for words in (reason.value, reason.meaning, reason.advice):
-            assert words in said, words
-
-
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
 def test_links_resolve(page: Path) -> None:
     for link in LINK.findall(page.read_text(encoding="utf-8")):
