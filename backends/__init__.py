@@ -71,8 +71,8 @@ class LiveTask:
         precision: what it computes in, torch's name.
         free: symbols that files leave free, see ``Architecture``.
         folder: where to put the engine's files.
-        processes: how many others may compile parts of it; 0 where this one does all.
-        submit: has one of them do something; not to be called without them.
+        processes: how many helper processes may compile parts of it; 0 where this process does all.
+        submit: has a helper process do something; not to be called without helpers.
         known: contents of files of engines that are there; see ``LiveCompiler.known``.
     """
 
@@ -152,7 +152,7 @@ class Backend(ABC):
         return self.cannot_run(device)
 
     def build_memory(self, weights: int) -> int:
-        """Bytes of main memory that a build takes for so many bytes of weights, those of the graph apart."""
+        """Bytes of main memory that a build takes for so many bytes of weights, the graph's own not counted."""
         return 0
 
     @abstractmethod
@@ -178,7 +178,7 @@ class Backend(ABC):
 
     @abstractmethod
     def in_use(self, engines: Sequence[Engine]) -> list[Engine]:
-        """Those of a network's engines, the best first, that a session uses."""
+        """The engines of a network that a session uses, the best first."""
 
     @abstractmethod
     def to_build(
@@ -187,8 +187,8 @@ class Backend(ABC):
         """List what to build so that engines serve all calls that are requested.
 
         Args:
-            engines: those in use.
-            rebuild: those of them that shall be built again.
+            engines: the engines in use.
+            rebuild: engines in use that shall be built again.
         """
 
     @abstractmethod
@@ -198,7 +198,7 @@ class Backend(ABC):
         """Open what serves a network's calls; there may be no engine where live weights run.
 
         Args:
-            engines: those of ``in_use``.
+            engines: as ``in_use`` gives them.
             passed_over: why an engine that is there is none of these.
 
         Raises:

@@ -24,8 +24,8 @@ class FileBackend(Backend):
     """Base of such backends. They build from ONNX graphs, without ComfyUI and the model.
 
     Attributes:
-        file_names: those of the files that builds make.
-        keeps_weights: True if an engine that takes any weights has those it was built with when it is opened.
+        file_names: names of the files that builds make.
+        keeps_weights: True if an engine that takes any weights opens with the weights it was built with.
         build_stack: bytes of stack that a thread of ``build`` may need; 0 for what the system gives.
     """
 

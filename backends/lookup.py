@@ -28,8 +28,8 @@ class EngineChoice:
 
     Attributes:
         replaceable: True if only an engine will do that takes any weights, where its backend can have such.
-        pictures: those that the graph asks for, as far as it tells.
-        loras: those before the network, in words for people.
+        pictures: the pictures that the graph asks for, as far as it tells.
+        loras: the LoRAs before the network, in words for people.
     """
 
     profile: Profile
@@ -57,7 +57,7 @@ class Found:
     Attributes:
         backend: runs ``engines``, or live weights without one; None where nothing serves.
         builder: builds what is missing, or None where no backend can.
-        engines: those that its session uses, the best first.
+        engines: the engines that its session uses, the best first.
         live: the backend whose live weights take the calls that ``engines`` do not, or None.
         live_engines: its engines: compiled files for some sizes.
         passed_over: why no engine of the library is used; of several reasons the one closest to success.
@@ -144,8 +144,8 @@ def open_session(found: Found, network: NativeNetwork, precision: str) -> Sessio
 
 
 def wanted_profile(network: NativeNetwork, choice: EngineChoice) -> Profile:
-    """The shapes that the best engine for a node holds: those of its settings, or of the graph's first picture where
-    each engine takes one size."""
+    """The shapes of the best engine for a node: from its settings, or from the graph's first picture where each
+    engine takes one size."""
     backend = backends().get(choice.backend)
     if backend is None or backend.runs_live_weights:
         return choice.profile
@@ -239,7 +239,7 @@ WHOLE = 8e9
 def builds_by_itself(choice: str, device: torch.device, architecture: str, parameters: int) -> bool:
     """Tell whether ``auto`` has an engine built in the background: where that disturbs no prompt.
 
-    Blocks are compiled without weights. A whole network has its own on the GPU, beside those that ComfyUI loads.
+    Blocks are compiled without weights. A whole network has its own weights on the GPU, beside ComfyUI's.
     """
     try:
         builder = usable_backends(choice, device)[0]
@@ -268,7 +268,7 @@ def usable_backends(choice: str, device: torch.device, timed_here: Collection[st
     """The backends that a choice allows and that run on a device here, the most preferred first. The first one builds.
 
     Args:
-        timed_here: names of those with engines that proved themselves on this very GPU: ``auto`` allows them too.
+        timed_here: names of backends whose engines proved themselves on this very GPU; ``auto`` allows them too.
 
     Raises:
         Unavailable: none; the text says why not, of each that could be installed.
@@ -291,7 +291,7 @@ def usable_backends(choice: str, device: torch.device, timed_here: Collection[st
 
 
 def _proven(backend: Backend, device: torch.device) -> bool:
-    """Tell whether ``auto`` may take a backend; of others it takes only engines that were timed on the very GPU."""
+    """Tell whether ``auto`` may take a backend. From any other it takes only engines that were timed on this GPU."""
     return kind_of(device) in backend.measured_on
 
 

@@ -98,7 +98,7 @@ class OnnxRuntimeRunner:
 
     Args:
         graph: a graph's contents; or its file, beside which lie its weights.
-        values: OrtValues of its weights, by initialiser; none for those that lie in the file beside it.
+        values: OrtValues of its weights, by initialiser; none for weights that lie in the file beside it.
         frugal: weights are used where the file is mapped; none is folded, cast or packed beforehand. Takes a fraction
             of the memory, and longer for each call.
     """
@@ -148,7 +148,7 @@ class OnnxRuntimeRunner:
 
 
 class RefittableRunner(OnnxRuntimeRunner):
-    """A graph without weights. It can run once it was given some, and is opened anew for others."""
+    """A graph without weights. It runs once it was given weights, and is opened anew for new weights."""
 
     def _open(self, options: Any, values: Mapping[str, Any]) -> None:
         """Wait for the first weights."""
@@ -166,7 +166,7 @@ def _options(frugal: bool = False) -> Any:
 
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 3
-    # several sessions and torch share the cores: a pool that spins between calls slows all others down
+    # several sessions and torch share the cores: a pool that spins between calls slows the rest down
     options.add_session_config_entry("session.intra_op.allow_spinning", "0")
     if frugal:
         options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL

@@ -22,7 +22,6 @@ from ..backends import Progress, cannot_open
 from ..backends.lookup import cannot_serve
 from ..comfy_model.hash_cache import source_of
 from ..comfy_model.network import NativeNetwork
-from ..comfy_model.snapshot import write_structure, write_weights
 from ..comfy_model.structure_hash import structure_hash
 from ..engine_library import (
     BuildError,
@@ -46,7 +45,6 @@ from .check import check_engine, check_task, unchecked_engine
 from .order import BuildOrder
 from .parallel import run_step
 from .resources import WAITED, MakeRoom, TimeLimit, check_memory, hold, in_blocks, on_cpu, with_room, within_memory
-from .worker.onnx_export import DATA_NAME
 from .worker.steps import STEPS
 from .worker.task import Task
 from .worker_process import STARTING, Log
@@ -199,10 +197,9 @@ class _Build:
     def run(self) -> Engine:
         self._started, self._waited = time.perf_counter(), 0.0
         network, precision = self.order.network, self.order.precision
-        dtype = getattr(torch, precision)
         live = self.order.backend.runs_live_weights
-        structure = write_structure(network, dtype, live)
-        size = self._bytes = sum(p.numel() for p in network.module.parameters()) * dtype.itemsize
+        native = network_task(network, self.identity.architecture, precision, live)
+        size = self._bytes = sum(p.numel() for p in network.module.parameters()) * getattr(torch, precision).itemsize
         room = int(LIVE_ROOM if live else size * ROOM)
         check_room(self.library.roots[0], room, f"Building the engine of {network.label}")
         if not live:  # engines for live weights hold no weights
@@ -212,7 +209,7 @@ class _Build:
         check_memory(self.order.backend, 0 if elsewhere else size, network.label)
         folder = self.library.building_folder()
         try:
-            manifest, record = self._make(folder, structure, dtype)
+            manifest, record = self._make(folder, native)
             engine = self.library.publish(folder, manifest, lambda: self.progress("saving", 0.99), record)
         finally:
             self.library.discard(folder)
@@ -225,19 +222,17 @@ class _Build:
         )
         return engine
 
-    def _make(self, folder: Path, structure: str, dtype: torch.dtype) -> tuple[Manifest, trust.Record]:
+    def _make(self, folder: Path, native: Task) -> tuple[Manifest, trust.Record]:
         network, identity, live = self.order.network, self.identity, self.order.backend.runs_live_weights
         architecture = network.architecture()
         inputs = architecture.engine_inputs(network.module, identity.precision)
         outputs = architecture.outputs(network.module, identity.precision)
-        common = {"folder": str(folder), **tensors_task(network, identity.precision)}
-        native, seconds, read = network_task(network, structure), {}, ""
+        common = {"folder": str(folder), **tensors_task(identity.precision, inputs, outputs)}
+        seconds, read = {}, ""
         if not live:
             started = time.perf_counter()
-            read, index = write_weights(network, dtype, folder / DATA_NAME, self._part("reading weights", 0.0, 0.1))
-            if not identity.any_weights and read != identity.weights:
-                raise WeightsChanged
-            native |= weights_task(index, folder / DATA_NAME)
+            weights, read = weights_task(network, identity, folder, self._part("reading weights", 0.0, 0.1))
+            native |= weights
             seconds["read"] = time.perf_counter() - started
         made = self._compiled(common | native) if live else self._exported_and_built(common, native)
         seconds |= made["seconds"]

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 import torch
 
 from ..backends import Progress, cannot_open
-from ..comfy_model.snapshot import write_structure, write_weights
 from ..engine_library import (
     Engine,
     EngineIdentity,
@@ -26,10 +25,9 @@ from ..engine_library.disk import check_room
 from ..engine_library.engine import LIMITS
 from ..engine_library.gpu import gpu_of
 from .resources import check_memory, on_cpu
-from .worker.onnx_export import DATA_NAME
 from .worker.task import Task
 from .worker_process import Log
-from .worker_tasks import Runner, WeightsChanged, backend_task, network_task, only_gpu, tensors_task, weights_task
+from .worker_tasks import Runner, backend_task, network_task, only_gpu, tensors_task, weights_task
 
 if TYPE_CHECKING:
     from .order import BuildOrder
@@ -90,18 +88,13 @@ def _compared(
     order: BuildOrder, library: Library, engine: Engine, progress: Progress, log_line: Log, run: Runner
 ) -> trust.Record:
     network, device, identity = order.network, order.target_device, engine.manifest.identity
-    dtype = getattr(torch, identity.precision)
-    structure = write_structure(network, dtype)
-    size = sum(p.numel() for p in network.module.parameters()) * dtype.itemsize
+    native = network_task(network, identity.architecture, identity.precision)
+    size = sum(p.numel() for p in network.module.parameters()) * getattr(torch, identity.precision).itemsize
     check_room(library.roots[0], int(size * 1.1), f"Checking the engine of {network.label}")
     check_memory(order.backend, size, network.label, checks=True)
     folder = library.building_folder()
     try:
-        weights_file = folder / DATA_NAME
-        read, index = write_weights(network, dtype, weights_file, lambda f: progress("reading weights", 0.2 * f))
-        if not identity.any_weights and read != identity.weights:
-            raise WeightsChanged
-        native = network_task(network, structure) | weights_task(index, weights_file)
+        native |= weights_task(network, identity, folder, lambda f: progress("reading weights", 0.2 * f))[0]
         words = {
             "origin": f"{engine.folder.name}, which was built without this GPU,",
             "advice": "build again to have another in its place",
@@ -121,7 +114,8 @@ def check_task(order: BuildOrder, manifest: Manifest, engine: Path, native: Task
         native: the work folder, the network, and words for a failure.
     """
     device, identity = order.target_device, manifest.identity
-    architecture = order.network.architecture()
+    module, architecture = order.network.module, order.network.architecture()
+    inputs = architecture.engine_inputs(module, identity.precision)
     examples = architecture.examples(identity.profile)
     calls, timed = examples.extremes, None
     if device.type == "cpu":
@@ -137,7 +131,7 @@ def check_task(order: BuildOrder, manifest: Manifest, engine: Path, native: Task
         "limit": LIMITS[identity.precision],
         "extremes": calls,
         "timed": timed,
-        **tensors_task(order.network, identity.precision),
+        **tensors_task(identity.precision, inputs, architecture.outputs(module, identity.precision)),
         **native,
         **backend_task(order.backend),
     }

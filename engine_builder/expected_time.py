@@ -49,7 +49,7 @@ def expected(
     the next ones find compiled blocks.
     """
     alike, in_blocks = [], _in_blocks(family, backend)
-    for engine in library.engines():  # those of a copied one are another machine's
+    for engine in library.engines():  # a copied engine's times are another machine's
         manifest = engine.manifest
         identity = manifest.identity
         same = (manifest.kind == kind and identity.backend == backend and identity.precision == precision
@@ -77,5 +77,5 @@ def _in_blocks(family: str, backend: str) -> bool:
     return None not in (known, builder) and serves_every_size(known) and builder.runs_live_weights
 
 
-def _alike(parameters: int, others: float) -> bool:
-    return bool(others) and 1 / MOST_ALIKE <= parameters / others <= MOST_ALIKE
+def _alike(parameters: int, known: float) -> bool:
+    return bool(known) and 1 / MOST_ALIKE <= parameters / known <= MOST_ALIKE

@@ -242,7 +242,7 @@ class BuildQueue:
             try:
                 self._build(job, order, library, again)
             except BaseException:  # raised by a listener at the end
-                log.exception("Hybrid TRT: the end of the build of %s was not told", job.label)
+                log.exception("Hybrid TRT: the end of the build of %s was not announced", job.label)
             del order, library  # nothing may hold a model that nobody builds from any more
 
     def _next(self) -> Job | None:

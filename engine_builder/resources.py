@@ -123,7 +123,7 @@ def needed_bytes(backend: Backend, weights: int) -> int:
 
 
 def available_bytes() -> int:
-    """Main memory that a new process can have without others being swapped out or ended."""
+    """Main memory that a new process can have while nothing else is swapped out or ended."""
     import psutil  # ComfyUI itself needs it
 
     return min(psutil.virtual_memory().available, _left_in_container())

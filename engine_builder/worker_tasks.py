@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -13,7 +13,10 @@ from .. import architectures, backends
 from ..architectures.shapes import TensorSpec
 from ..backends import Backend, Progress
 from ..comfy_model.network import NativeNetwork
+from ..comfy_model.snapshot import Step, write_structure, write_weights
+from ..engine_library import EngineIdentity
 from .standalone import STACK_VARIABLE
+from .worker.onnx_export import DATA_NAME
 from .worker.task import Task
 from .worker_process import Log
 
@@ -30,29 +33,36 @@ def comfyui_folder() -> Path:
     return Path(sys.modules["comfy.model_management"].__file__).resolve().parents[1]
 
 
-def tensors_task(network: NativeNetwork, precision: str) -> Task:
+def tensors_task(precision: str, inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec]) -> Task:
     """The part of a task with an engine's inputs and outputs."""
-    architecture = network.architecture()
     return {
         "precision": precision,
-        "inputs": [_spec_json(spec) for spec in architecture.engine_inputs(network.module, precision)],
-        "outputs": [_spec_json(spec) for spec in architecture.outputs(network.module, precision)],
+        "inputs": [_spec_json(spec) for spec in inputs],
+        "outputs": [_spec_json(spec) for spec in outputs],
     }
 
 
-def network_task(network: NativeNetwork, structure: str) -> Task:
-    """The part of a task by which a child finds a network, without its weights; see ``comfy_model.snapshot``."""
+def network_task(network: NativeNetwork, architecture: str, precision: str, live: bool = False) -> Task:
+    """The part of a task by which a child finds a network, without its weights; see ``snapshot.write_structure``."""
     return {
-        "architecture": network.architecture().name,
+        "architecture": architecture,
         "architecture_folders": list(architectures.__path__),
-        "structure": structure,
+        "structure": write_structure(network, getattr(torch, precision), live),
         "comfyui": str(comfyui_folder()),
     }
 
 
-def weights_task(weights: dict, weights_file: Path) -> Task:
-    """The part of a task by which a child finds a network's weights; see ``snapshot.write_weights``."""
-    return {"weights": weights, "weights_file": str(weights_file)}
+def weights_task(network: NativeNetwork, identity: EngineIdentity, folder: Path, step: Step) -> tuple[Task, str]:
+    """Write a network's weights into a folder: the part of a task by which a child finds them, and their hash.
+
+    Raises:
+        WeightsChanged: they are no longer the weights of ``identity``.
+    """
+    file = folder / DATA_NAME
+    read, index = write_weights(network, getattr(torch, identity.precision), file, step)
+    if not identity.any_weights and read != identity.weights:
+        raise WeightsChanged
+    return {"weights": index, "weights_file": str(file)}, read
 
 
 def backend_task(backend: Backend) -> Task:

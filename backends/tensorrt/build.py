@@ -99,7 +99,7 @@ class BuildSteps:
     def monitor(self, trt: ModuleType, progress: Progress) -> Any:
         """TensorRT's progress as calls of ``progress``.
 
-        ``stopped_by`` is what ``progress`` raised, after which the build is told to stop at its next step.
+        ``stopped_by`` is what ``progress`` raised, after which the build stops at its next step.
         """
         return _monitor(trt, progress)
 
@@ -281,10 +281,10 @@ def _save_timings(path: Path, contents: bytes) -> None:
 
 
 def _check_tensors(trt: ModuleType, request: BuildRequest, network: Any) -> list[TensorSpec]:
-    """The inputs that the graph has: the exporter drops those on which nothing depends.
+    """The inputs that the graph has: the exporter drops an input on which nothing depends.
 
     Raises:
-        BuildError: an output is missing, or a tensor has another dtype than its manifest will tell.
+        BuildError: an output is missing, or a tensor has another dtype than its manifest will say.
     """
     dtypes = {name: getattr(trt, name, None) for name in ("float32", "float16", "bfloat16")}
     read = {}
@@ -303,10 +303,10 @@ def _check_tensors(trt: ModuleType, request: BuildRequest, network: Any) -> list
 
 def _why(flavour: Flavour, phase: str, errors: str) -> str:
     what = f"{flavour.title} failed while {phase} ({errors})"
-    told = errors.lower()
-    if "turing" in told or "sm75" in told:
+    text = errors.lower()
+    if "turing" in text or "sm75" in text:
         do = "set precision to float16, all that TensorRT-RTX computes in on Turing cards, and build again"
-    elif "out of memory" in told or "outofmemory" in told:
+    elif "out of memory" in text or "outofmemory" in text:
         do = "close other programs, or choose smaller sizes or fewer images on the engine node, and build again"
     else:
         do = "choose another backend, for example onnxruntime, and report this model"
@@ -342,12 +342,12 @@ def _polygraphy(flavour: Flavour, logger: Any) -> Iterator[ModuleType]:
     from polygraphy.backend.trt import util
     from polygraphy.logger import G_LOGGER
 
-    others, util.TRT_LOGGER = util.TRT_LOGGER, logger
+    before, util.TRT_LOGGER = util.TRT_LOGGER, logger
     try:
         with G_LOGGER.verbosity(G_LOGGER.CRITICAL + 1):  # critical messages come as exceptions anyway
             yield loaders
     finally:
-        util.TRT_LOGGER = others
+        util.TRT_LOGGER = before
 
 
 def _monitor(trt: ModuleType, progress: Progress) -> Any:

@@ -55,9 +55,9 @@ def import_flavour(flavour: Flavour) -> ModuleType:
     return found
 
 
-def cannot_import(flavour: Flavour, *others: str) -> Fallback | None:
+def cannot_import(flavour: Flavour, *packages: str) -> Fallback | None:
     """Return why a flavour, or one of the other packages that a build needs, cannot be imported; None when all can."""
-    for name in others:
+    for name in packages:
         if find_spec(name) is None:
             return Fallback(Reason.BACKEND_MISSING, f"{name} is not installed (pip install {name})")
     found = _import(flavour)

@@ -52,7 +52,7 @@ class FullTensorRTBackend(TensorRTBackend):
             return build_engine_file(self.flavour, request, progress, None, self._timing_cache(request), self.steps)
 
     def _gpu_for(self, target: str) -> int:
-        """Index of the GPU that a build is meant for, among those that this process sees."""
+        """Index of the GPU that a build is meant for, among the GPUs that this process sees."""
         seen = [self.target(torch.device("cuda", i)) for i in range(torch.cuda.device_count())]
         if target not in seen:
             raise BuildError(

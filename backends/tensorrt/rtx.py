@@ -51,7 +51,7 @@ class TensorRTRTXBackend(TensorRTBackend):
         return cannot_import(self.flavour, "polygraphy")
 
     def build(self, request: BuildRequest, progress: Progress) -> list[str]:
-        # told by number and not as "the current GPU", so that a process without one builds the same
+        # by number and not as "the current GPU", so that a process without one builds the same
         numbers = re.fullmatch(r"sm_(\d+)(\d)", request.target)
         capabilities = [(int(numbers[1]), int(numbers[2]))] if numbers else None
         return build_engine_file(self.flavour, request, progress, compute_capabilities=capabilities)

@@ -162,8 +162,8 @@ class TensorRTRunner:
         return torch.empty(max(needed, 1), dtype=torch.uint8, device=self.device)
 
     def _failure(self, what: str, errors: list[str]) -> RuntimeError:
-        told = last_errors(errors)
-        return RuntimeError(f"{self._title} {what}" + (f" ({told})" if told else ""))
+        why = last_errors(errors)
+        return RuntimeError(f"{self._title} {what}" + (f" ({why})" if why else ""))
 
     def _save_new_kernels(self, inputs: Mapping[str, torch.Tensor]) -> None:
         if self._opened.jit_cache is None:
@@ -180,15 +180,15 @@ class OpenedEngine:
     """An engine as TensorRT has it on a GPU; whoever runs it has a context of it.
 
     Attributes:
-        inputs: names of those that it really has.
+        inputs: names of the inputs that it really has.
         scratch_bytes: what the largest call needs beside the weights, ``weight_bytes``.
-        jit_cache: with RTX alone: the others have compiled all kernels when they built.
+        jit_cache: with RTX alone: full TensorRT compiles all kernels when it builds.
     """
 
     def __init__(self, trt: ModuleType, title: str, engine: Engine, device: torch.device):
         """
         Raises:
-            Unavailable: TensorRT refuses the file, or its tensors are not those of the manifest.
+            Unavailable: TensorRT refuses the file, or its tensors differ from the manifest's.
         """
         self._trt, self.device, self.logger = trt, device, shared_logger(trt)
         self.weight_bytes = engine.manifest.device_bytes
@@ -215,7 +215,7 @@ class OpenedEngine:
         return self._engine.create_execution_context(self._strategy)
 
     def refit(self, weights: Mapping[str, torch.Tensor], changed: Collection[str]) -> str | None:
-        """Put weights in the place of those that have changed; why that is impossible, or None when it is done."""
+        """Replace the weights that have changed. Return why that is impossible, or None when it is done."""
         refitter = self._trt.Refitter(self._engine, self.logger)
         if strange := sorted(set(changed) - set(refitter.get_all_weights())):
             return f"it has no weight {strange[0]}"
@@ -226,7 +226,7 @@ class OpenedEngine:
                 given[name] = tensor = weights[name]
                 if not refitter.set_named_weights(name, self._as_weights(tensor)):
                     return f"it refused {name}"
-            wanted = refitter.get_missing_weights()  # those that it has fused with some of ours
+            wanted = refitter.get_missing_weights()  # weights that it has fused with ours
             if strange := sorted(name for name in wanted if name in given or name not in weights):
                 return f"it wants a weight {strange[0]}, which no model has"
         return None if refitter.refit_cuda_engine() else "refitting failed"
@@ -270,14 +270,14 @@ def deserialise(runtime: Any, title: str, engine: Engine, errors: list[str]) -> 
     """
     native = runtime.deserialize_cuda_engine(engine.read_checked(ENGINE_NAME))
     if native is None:
-        told = last_errors(errors)
-        if "Serialization" in told:
+        why = last_errors(errors)
+        if "Serialization" in why:
             raise Unavailable(
-                Reason.BROKEN_ENGINE, f"{engine.folder.name}/{ENGINE_NAME} is not an engine of this {title} ({told})"
+                Reason.BROKEN_ENGINE, f"{engine.folder.name}/{ENGINE_NAME} is not an engine of this {title} ({why})"
             )
         # the lists of GPUs in our backends may be older than the library: its own word counts too
-        reason = Reason.WRONG_GPU if "compute capability" in told else Reason.ENGINE_FAILED
-        raise Unavailable(reason, f"{title} cannot open {engine.folder.name} here ({told})")
+        reason = Reason.WRONG_GPU if "compute capability" in why else Reason.ENGINE_FAILED
+        raise Unavailable(reason, f"{title} cannot open {engine.folder.name} here ({why})")
     return native
 
 

@@ -155,7 +155,7 @@ class TorchBackend(LiveCompiler):
         return {dim.symbol for spec in inputs for dim in spec.dims if not isinstance(dim, int)}
 
     def open_live(self, engine: Engine, sizes: dict[str, int], device: torch.device) -> compiled.Compiled:
-        """Open an engine's compiled file for some sizes, those that it leaves free not among them, on a device.
+        """Open an engine's compiled file for some sizes, without the free ones, on a device.
 
         Raises:
             Unavailable: the files were not made on this machine, or have changed.

@@ -35,7 +35,7 @@ def keep_others_out() -> None:
 def _tell(folder: str) -> None:
     log.warning(
         "Hybrid TRT: others may write to %s, where torch keeps what it compiles, so another folder is used until "
-        "ComfyUI ends, and engines of torch may open more slowly; remove it, or take that right from others",
+        "ComfyUI ends, and engines of torch may open more slowly; remove it, or take that right from them",
         folder,
     )
 
@@ -47,7 +47,7 @@ def _default() -> str:
 
 
 def _without_shared_headers() -> None:
-    """Keep C++ headers out of the default folder, where Inductor has them compiled whatever folder it is told."""
+    """Keep C++ headers out of the default folder, where Inductor has them compiled whatever folder is set."""
     import torch._inductor.config
 
     torch._inductor.config.cpp_cache_precompile_headers = False

@@ -29,7 +29,7 @@ from .compiled import KINDS_HEADER, by_inductor, let_kernels_be_recorded, lifted
 from .kinds import Kind, Place
 
 _NUMBER = re.compile(r" (layer|block)_id \d+")
-"""A setting of a block that tells its place among others; no block computes with it."""
+"""A setting of a block that is its number; no block computes with it."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class Alike:
 def kinds_of(
     function: torch.nn.Module, calls: Sequence[Sequence[torch.Tensor]]
 ) -> tuple[list[Alike], list[tuple[int, ...]]]:
-    """Return the kinds of a network's blocks, and by their numbers those of each block.
+    """Return the kinds of a network's blocks, and the numbers of each block's kinds.
 
     Args:
         function: the network; it may be without weights, on the meta device, as its inputs are then.
@@ -124,7 +124,7 @@ def _kinds_of(block: torch.nn.Module, calls: Sequence[Call]) -> dict[tuple, list
 
 
 class FreeDimensions:
-    """The dimensions that a kind leaves free: those whose size differs from run to run."""
+    """The dimensions that a kind leaves free: their size differs from run to run."""
 
     def __init__(self, calls: Sequence[Call]):
         """

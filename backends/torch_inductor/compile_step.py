@@ -76,15 +76,15 @@ def compile_network(function: torch.nn.Module, task: LiveTask, progress: Progres
         record.append({**sizes, **found, **({"attention": kernel, "attention_ms": timed} if timed else {})})
         first = first or compiled
         del results, given, compiled
-    told = {"cpu": cpu_kind()} if task.device.type == "cpu" else {}
+    about = {"cpu": cpu_kind()} if task.device.type == "cpu" else {}
     if task.device.type == "cuda":
         progress("measuring", 0.97)
-        told = figures(function, first, _inputs(task, task.sizes[0]))
+        about = figures(function, first, _inputs(task, task.sizes[0]))
     seconds["compare"] = time.perf_counter() - started
     return {
         "files": [file_name(sizes) for sizes in task.sizes],
         "seconds": seconds,
-        "parity": {**yardstick.figures(record), "cases": record, "against": against(record), **told},
+        "parity": {**yardstick.figures(record), "cases": record, "against": against(record), **about},
     }
 
 
@@ -172,5 +172,5 @@ def compared(
 def against(cases: Sequence[Mapping]) -> str:
     """The reference of all cases, in words."""
     plainly, exactly = "the same weights run plainly on the same device", "the same weights in float32, beside native"
-    told = {exactly if "native_rel_err" in case else plainly for case in cases}
-    return told.pop() if len(told) == 1 else f"{exactly}; where that took too much memory, {plainly}"
+    found = {exactly if "native_rel_err" in case else plainly for case in cases}
+    return found.pop() if len(found) == 1 else f"{exactly}; where that took too much memory, {plainly}"

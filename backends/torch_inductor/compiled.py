@@ -276,7 +276,7 @@ def file_name(symbols: Mapping[str, int], free: Collection[str] = ()) -> str:
     """Name of the compiled file for some sizes, for example ``B2-H64-HB1-T77-W64.bin``.
 
     Args:
-        free: the symbols that the file leaves free: their size is not told, as in ``B1-C64-L0-R64-T.bin``.
+        free: the symbols that the file leaves free; the name has no size for them, as in ``B1-C64-L0-R64-T.bin``.
     """
     parts = (symbol if symbol in free else f"{symbol}{size}" for symbol, size in sorted(symbols.items()))
     return "-".join(parts) + ".bin"

@@ -64,7 +64,7 @@ def is_write(node: Node) -> bool:
 
 
 def _storage_of(node: Node) -> int | None:
-    """Return what tells a tensor's memory from that of others, or None for what is no tensor."""
+    """Return a key of a tensor's memory, or None for what is no tensor."""
     value = node.meta.get("val")
     return value.untyped_storage()._cdata if isinstance(value, torch.Tensor) else None
 
@@ -85,10 +85,10 @@ def _clamp_into_new_tensors(network: GraphModule) -> None:
         writes = [node for node in same if node in clamps]
         if not writes:
             continue
-        others = [node for node in same if node not in clamps]
-        later = {user for node in others for user in node.users if place[user] > place[writes[0]]}
+        unclamped = [node for node in same if node not in clamps]
+        later = {user for node in unclamped for user in node.users if place[user] > place[writes[0]]}
         later = {user for user in later if not isinstance(user.meta.get("val"), torch.SymInt)}  # it reads a size
-        only_clamped = later.issubset(same) and not any(is_write(node) for node in others)
+        only_clamped = later.issubset(same) and not any(is_write(node) for node in unclamped)
         if only_clamped and len({node.args[1:] for node in writes}) == 1:
             for node in writes:
                 node.target, node.kwargs = aten.clamp.default, {}
@@ -130,8 +130,8 @@ def _multiply_by_the_older_name(network: GraphModule, node: Node) -> None:
 def wait_where_needed(graph: GraphModule, late: Sequence[Node]) -> None:
     """Have a traced network wait for late inputs, once what it computes without them is there.
 
-    The operation says that it writes to them, though others do. That, and the tensor that the first of them meets, are
-    what ties Inductor to this order: it is free in any other.
+    The operation claims to write to them, and takes the tensor that the first late input meets. Both bind Inductor to
+    this order; nothing else does.
     """
     used = [node for node in late if node.users]
     users = {user for node in used for user in node.users}

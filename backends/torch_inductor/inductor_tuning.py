@@ -192,7 +192,7 @@ def keep_channels_last(graph: torch.fx.GraphModule) -> None:
     try:
         from torch._inductor.inductor_prims import force_stride_order
     except ImportError as error:
-        log.warning("Hybrid TRT: this torch cannot be told how to lay channels out (%s): networks run slower", error)
+        log.warning("Hybrid TRT: this torch has no setting for the layout of channels (%s): networks run slower", error)
         return
     for node in graph.graph.find_nodes(op="call_function", target=aten.cat.default):
         value = node.meta["val"]

@@ -40,7 +40,7 @@ class Kind:
         key: the same for blocks that the same code serves, of whatever network.
         contents: Inductor's file.
         called: how its blocks are called, in words; see ``blocks.words_of``.
-        dtypes: those of the inputs.
+        dtypes: the inputs' dtypes.
         gives: the form of what a block returns.
         fixed: the sizes that all calls have.
         free: symbol of a condition -> the dimension that tells its size.
@@ -99,7 +99,7 @@ class InBlocks:
     Attributes:
         kinds: the kinds of its blocks.
         plain: calls of blocks that none of these served.
-        judge: takes how far the first results are from those of the network run plainly; None once it has.
+        judge: takes the distance of the first results to a plain run of the network; None once it has.
     """
 
     def __init__(

@@ -60,7 +60,7 @@ class LiveNetwork:
         self._flat_of = -1
 
     def sync_from(self, patcher: ModelPatcher, thorough: bool = True) -> None:
-        """Make the weights those of a patcher; see ``LiveWeights.sync_from``."""
+        """Take a patcher's weights; see ``LiveWeights.sync_from``."""
         self.weights.sync_from(patcher, thorough)
 
     def release(self) -> None:

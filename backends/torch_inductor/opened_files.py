@@ -183,7 +183,7 @@ def _program_for(program: str, gpu: int, launched: set[str]) -> str:
 
 
 class _Reader(pickle.Unpickler):
-    """Reads devices, and properties of one, as those of another GPU."""
+    """Reads devices and their properties as another GPU's."""
 
     def __init__(self, contents: bytes, gpu: int):
         super().__init__(io.BytesIO(contents))

@@ -43,7 +43,7 @@ class Part:
     Attributes:
         contents: what ``opened`` makes a function of.
         takes: numbers of the values that it takes; the network's inputs have the first numbers, in order.
-        gives: numbers of the values that it gives, in order; those of the network's outputs among them.
+        gives: numbers of the values that it gives, in order, the network's outputs among them.
     """
 
     contents: bytes
@@ -120,7 +120,7 @@ def _part(own: Sequence[Node], takes: set[Node], gives: Sequence[Node], numbers:
 
 
 def opened(contents: bytes) -> tuple[GraphModule, list[torch.Tensor]]:
-    """Return the function of a part, and fake tensors like those that it takes."""
+    """Return the function of a part, and fake tensors like its inputs."""
     inputs, calls, gives = pickle.loads(contents)
     graph, examples, made = Graph(), [], {}
 

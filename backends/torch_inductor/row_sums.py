@@ -29,7 +29,7 @@ HEAD = 256
 class Rows(InductorChoices):
     """Choices for sums over rows and lines.
 
-    Layer norms read each of their rows once, where Inductor reads those of more than 1024 elements twice. So do norms
+    Layer norms read each of their rows once, where Inductor reads rows of more than 1024 elements twice. So do norms
     of an attention's heads, which turn what they have normed: Inductor takes that for no sum over rows. Lines of an
     image (see ``inductor_tuning``) are added up by few threads each. Inductor gives short ones as many threads as
     they have elements, which then have to put their one element each together.
@@ -50,7 +50,7 @@ class Rows(InductorChoices):
         )
 
     def uuid(self) -> str:
-        """Return what tells these choices from others. Newer torches write no file of a network without it."""
+        """Return a key of these choices. Newer torches write no file of a network without it."""
         return hashlib.sha256(Path(__file__).read_bytes()).hexdigest()
 
 

@@ -51,7 +51,7 @@ class Compiler(Protocol):
 
 @dataclass(frozen=True)
 class _Plan:
-    """Consequences of one set of input shapes, worked out once; ``sizes`` are those of the compiled file for them."""
+    """Consequences of one set of input shapes, worked out once; ``sizes`` are the compiled file's."""
 
     symbols: dict[str, int]
     sizes: Sizes
@@ -65,7 +65,7 @@ class LiveSession:
 
     Attributes:
         label: the network's.
-        engines: those whose compiled files it may use.
+        engines: the engines whose compiled files it may use.
         graphs: the CUDA graphs.
         refusal: why a compiled file was not opened, or None.
         uncovered: the last call, where no compiled file was for it, or None.
@@ -161,7 +161,7 @@ class LiveSession:
     def use(self, engines: Sequence[Engine], passed_over: Fallback | None = None) -> None:
         """Take compiled files from these engines, the first that has some sizes; or go without.
 
-        An engine that was built again in its folder is another engine; files of those that stay are not opened again.
+        An engine that was built again in its folder is another engine; files of engines that stay are not opened again.
 
         Args:
             passed_over: why an engine that is there is none of these.

@@ -32,7 +32,7 @@ class Version8Engine(OpenedEngine):
 
 
 class _Context:
-    """An execution context that takes scratch memory as those of later versions do."""
+    """An execution context that takes scratch memory as later versions' do."""
 
     def __init__(self, context: Any, scratch_bytes: int):
         self._context, self._bytes = context, scratch_bytes
@@ -41,7 +41,7 @@ class _Context:
         return getattr(self._context, name)
 
     def update_device_memory_size_for_shapes(self) -> int:
-        """Bytes that the next call needs: always those of the largest one."""
+        """Bytes that the next call needs: always as many as the largest call's."""
         return self._bytes
 
     def set_device_memory(self, pointer: int, _size: int) -> None:

@@ -28,9 +28,9 @@ MAX_CHOICES = 64
 class OneSizeSession(SessionChoice):
     """Sessions of one backend's engines with the same weights.
 
-    The first engine is of the size that the node asks for. The others open when a call of their size comes; the engine
-    that was used longest ago then closes. A call that no engine is for goes to the first, which says why it cannot
-    take it.
+    The first engine is of the size that the node asks for. Each further engine opens when a call of its size comes;
+    the engine that was used longest ago then closes. A call that no engine is for goes to the first, which says why
+    it cannot take it.
     """
 
     sessions: tuple[FileSession, ...]
