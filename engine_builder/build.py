@@ -106,8 +106,6 @@ def build_engine(
     refusal = order.backend.cannot_build(order.target_device)
     if refusal is not None and order.backend.cannot_run(order.target_device) is not None:
         raise Unavailable(refusal.reason, refusal.detail)
-    if (never := cannot_serve(order.network, order.backend)) is not None:
-        raise Unavailable.of(never)
     run = TimeLimit(read_settings(library.roots[0]).build_minutes, order.backend.name).kept_by(within_memory(run))
     if make_room is not None:
         run = with_room(run, order, make_room)
@@ -123,7 +121,6 @@ def build_engine(
                     return check_engine(order, library, engine, ours, log_line, run)
                 if refusal is not None:
                     raise Unavailable(refusal.reason, refusal.detail)
-                _check_precision(order)
                 return _Build(order, library, identity, ours, log_line, run).run()
         except WeightsChanged:
             order.network.forget_hash()
@@ -134,23 +131,29 @@ def build_engine(
 
 
 def _identity(order: BuildOrder, progress: Progress) -> EngineIdentity:
+    """Return the identity of an order's engine.
+
+    Raises:
+        Unavailable: the network can have no engine of this backend.
+    """
     network, precision = order.network, order.precision
+    if (never := cannot_serve(network, order.backend)) is not None:
+        raise Unavailable.of(never)
     architecture = network.unchanged_architecture()
     progress("reading weights", 0.0)
     specs = [*architecture.engine_inputs(network.module, precision), *architecture.outputs(network.module, precision)]
     symbols = {dim.symbol for spec in specs for dim in spec.dims if not isinstance(dim, int)}
-    layout = weights = structure_hash(network.module, live=order.backend.runs_live_weights)
-    if not order.any_weights:
-        weights = order.backend.weights(network, lambda: progress("reading weights", 0.0))
+    weights = "" if order.any_weights else order.backend.weights(network, lambda: progress("reading weights", 0.0))
+    layout = structure_hash(network.module, live=order.backend.runs_live_weights)
     return EngineIdentity(
         architecture=architecture.name,
-        weights=weights,
+        weights=weights or layout,
         precision=precision,
         profile=order.engine_profile.only(symbols),
         backend=order.backend.name,
         backend_version=order.backend.version(),
         device=order.backend.target(order.target_device),
-        layout="" if weights == layout else layout,
+        layout="" if weights in ("", layout) else layout,
     )
 
 
@@ -195,6 +198,7 @@ class _Build:
     start: Runner
 
     def run(self) -> Engine:
+        _check_precision(self.order)
         self._started, self._waited = time.perf_counter(), 0.0
         network, precision = self.order.network, self.order.precision
         live = self.order.backend.runs_live_weights
