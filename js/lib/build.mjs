@@ -8,8 +8,7 @@ import { LIVE } from "./panel_words.mjs";
 import { request } from "./server.mjs";
 import { said } from "./server_zh.mjs";
 import { t } from "./texts.mjs";
-import { changedUses, isSame, usesOf, wantedUses } from "./uses.mjs";
-import { isMissing } from "./workflow.mjs";
+import { changedUses, isMissing, isSame, usesOf, wantedUses } from "./workflow.mjs";
 import { BUSY, duration, errorOf, lacksSizes, size } from "./words.mjs";
 
 /** Where a prompt carries its order, which the server's `build_orders` reads. */

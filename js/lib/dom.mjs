@@ -14,6 +14,9 @@ export function make(tag, name = "", text = undefined) {
     return part;
 }
 
+/** A new element in another one. */
+export const part = (parent, tag, name) => parent.appendChild(make(tag, name));
+
 /**
  * A button with a text of `texts.mjs`.
  * @param {string} key

@@ -5,7 +5,7 @@ import { engineNodes, isLink, isWired } from "./graph.mjs";
 import { Look } from "./look.mjs";
 import { numbersFromOutside } from "./presets.mjs";
 import { request } from "./server.mjs";
-import { changedUses, isSame, together, usesOf } from "./uses.mjs";
+import { changedUses, isSame, together, usesOf } from "./workflow.mjs";
 import { meaning } from "./words.mjs";
 
 const PATIENCE = 250;

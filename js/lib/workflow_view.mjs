@@ -2,8 +2,7 @@
 
 import { arrange, make } from "./dom.mjs";
 import { t } from "./texts.mjs";
-import { usesOf } from "./uses.mjs";
-import { needs, progress } from "./workflow.mjs";
+import { needs, progress, usesOf } from "./workflow.mjs";
 import { about, BUSY, shortName } from "./words.mjs";
 
 /** Shown in the panel, with a line for each node, and on report nodes, without. */
