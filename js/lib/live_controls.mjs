@@ -90,8 +90,7 @@ export function side(value) {
 
 /** An input with its name before it, and more behind. */
 function labelled(text, input, ...more) {
-    const label = make("label", "hybrid-trt-live-setting");
-    label.append(make("span", "", text), input, ...more);
+    const label = make("label", "hybrid-trt-live-setting", make("span", "", text), input, ...more);
     input.setAttribute("aria-label", text); // what else is in the label is no part of its name
     return label;
 }
