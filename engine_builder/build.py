@@ -158,7 +158,7 @@ def _identity(order: BuildOrder, progress: Progress) -> EngineIdentity:
 
 
 def _existing(order: BuildOrder, library: Library, identity: EngineIdentity) -> Engine | None:
-    """The engine, if it is there and whole; it may be one that this machine cannot run."""
+    """Return the engine, if it is there and whole; perhaps this machine cannot run it."""
 
     def usable(manifest: Manifest) -> Fallback | None:
         if order.backend.cannot_run(order.target_device) is not None:
@@ -292,7 +292,7 @@ class _Build:
         return trust.Record(trust.BUILT, parity=done["parity"], gpu=gpu), {"proof": sum(done["seconds"].values())}
 
     def _exported_and_built(self, common: Task, native: Task) -> dict:
-        """The backend's engine, by way of ONNX: ``files``, ``parity`` and ``seconds``."""
+        """Export to ONNX and build; return ``files``, ``parity`` and ``seconds``."""
         profile, examples = self.identity.profile, self._examples()
         no_gpu = {"CUDA_VISIBLE_DEVICES": ""}
         export = {
@@ -326,7 +326,7 @@ class _Build:
         }
 
     def _compiled(self, task: Task) -> dict:
-        """Compiled files for live weights: ``files``, ``parity`` and ``seconds``."""
+        """Compile for live weights; return ``files``, ``parity`` and ``seconds``."""
         device = self.order.target_device
         calls = [dict(call) for call in self.order.calls] or self._examples().compiled
         known = self._known(Path(task["folder"])) if in_blocks(self.order) else []
@@ -362,6 +362,6 @@ class _Build:
 
 
 def _source(network: NativeNetwork) -> dict:
-    """The file that a network came from, unless it has a name that no JSON can hold."""
+    """Return the file that a network came from; empty if no JSON can hold its name."""
     source = source_of(network.patcher) or {}
     return source if schema.printable(source.get("path", "")) == source.get("path", "") else {}

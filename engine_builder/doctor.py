@@ -64,7 +64,7 @@ class Place:
         comfyui: ComfyUI's folder, or None.
         library: None where no library is known.
         device: returns the device that engines run on; may raise.
-        options: those that ComfyUI was started with.
+        options: ComfyUI's own, as given at its start.
         limits: returns sentences on what this ComfyUI is not used for.
         jobs: builds of this process.
         lost: sentences on what could not be found out.
@@ -248,7 +248,7 @@ def _engine(entry: inventory.Entry) -> dict[str, Any]:
 
 def _secret() -> str:
     """Say whether there is a secret, and never which."""
-    trust.is_signed("", "")  # which warns of one that others may read
+    trust.is_signed("", "")  # which warns of a secret that other users may read
     return "there" if trust.key_stamp() is not None else "none yet, or it cannot be read"
 
 
@@ -273,7 +273,7 @@ def _settings(place: Place) -> dict[str, Any]:
 def _errors(place: Place, warnings: Callable[[], Iterable[str]]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     if place.jobs is None:
-        found["failed builds"] = "those of ComfyUI are in the report of its panel 'TRT engines'"
+        found["failed builds"] = "see the report of ComfyUI's panel 'TRT engines'"
     else:
         failed = [job for job in place.jobs if job.message]
         found["failed builds"] = [{"build": job.label, "wanted": job.wanted, "why": job.message,
@@ -322,7 +322,7 @@ def hider(libraries: Sequence[Path]) -> Callable[[Any], Any]:
 
 
 def _personal(libraries: Sequence[Path]) -> Iterator[tuple[str, str]]:
-    """Yield patterns, and the words that stand in their place: longer ones before their parts."""
+    """Yield patterns and the words that replace them: longer patterns before their parts."""
     for name in SECRETS:
         if len(secret := os.environ.get(name, "").strip()) >= SHORTEST_SECRET:
             yield re.escape(secret), "<secret>"

@@ -173,17 +173,17 @@ class BuildQueue:
         return job
 
     def jobs(self) -> list[Job]:
-        """All jobs that are remembered, the oldest first."""
+        """Return all jobs that are remembered, the oldest first."""
         with self._lock:
             return list(self._jobs.values())
 
     def get(self, job_id: str) -> Job | None:
-        """The job with an id, or None."""
+        """Return the job with an id, or None."""
         with self._lock:
             return self._jobs.get(job_id)
 
     def latest(self, order: BuildOrder, library: Library) -> Job | None:
-        """The last job of an equal order."""
+        """Return the last job of an equal order."""
         key = _key(order, library, False)
         return next((job for job in reversed(self.jobs()) if job.key == key), None)
 

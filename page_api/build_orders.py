@@ -113,7 +113,7 @@ class PendingOrders:
                     self._keys_of(item).discard(key)
 
     def _in_queue(self) -> list[Queued]:
-        """Return the prompts that wait or run, and forget all others."""
+        """Return the prompts that wait or run, and forget the keys of all other prompts."""
         running, waiting = queued()
         items = [*running, *waiting]
         self._keys = {item.prompt_id: self._keys[item.prompt_id] for item in items if item.prompt_id in self._keys}

@@ -48,7 +48,7 @@ async def _list(_request: web.Request) -> web.Response:
 
 @reads
 async def _show(request: web.Request) -> web.Response:
-    """A job with its log."""
+    """Answer with a job and its log."""
     job = _job(request)
     return answer({**job.to_json(), "log": list(job.log)})
 
@@ -69,7 +69,7 @@ async def _cancel(request: web.Request) -> web.Response:
 
 @reads
 async def _nodes(request: web.Request) -> web.Response:
-    """The state of engine nodes: {"prompt": API prompt of the whole graph, "nodes": ids} -> {"nodes": {id: state},
+    """Answer with the states of engine nodes: {"prompt": API prompt of the whole graph, "nodes": ids} -> {"nodes": {id: state},
     "orders": {prompt id: keys of the nodes whose builds it has yet to order}}.
 
     A node of a subgraph that is used several times has a list of ids in place of an id. With "workflow", an id, the
@@ -107,7 +107,7 @@ def states(prompt: Mapping[str, Any], nodes: list[list], workflow: str = "") -> 
                     for name in network_inputs(prompt, node)
                 )
             except BadPrompt as error:
-                raise Refused(400, f"No state can be told: {error}.") from None
+                raise Refused(400, f"The state is not known: {error}.") from None
             found[node] = {**first, **({"others": others} if others else {})}
     return found
 
@@ -121,7 +121,7 @@ def _state(prompt: Mapping[str, Any], node: str, input_name: str, asked: Mapping
 
 @reads
 async def _accelerate(request: web.Request) -> web.Response:
-    """Acceleration of a workflow: {"workflow": saved, "what": "add" or "remove"} -> {"workflow": changed,
+    """Accelerate a workflow: {"workflow": saved, "what": "add" or "remove"} -> {"workflow": changed,
     "count": of nodes, "added": their ids, "left": a sentence on parts left alone}. The server keeps nothing.
     """
     data = await read_json(request, MAX_WORKFLOW)

@@ -144,7 +144,7 @@ async def _goodbye(socket: web.WebSocketResponse, text: str, code: int) -> None:
 
 
 class Connection:
-    """A client at its WebSocket: frames come in, pictures go out, and at most one of each waits."""
+    """A client at its WebSocket: frames come in, pictures go out; of each, one waits at most."""
 
     def __init__(self, socket: web.WebSocketResponse, session: LiveSession, hello: Hello):
         self.socket, self.session, self.format = socket, session, hello.format

@@ -175,7 +175,10 @@ def _is_end(class_type: str) -> bool:
 
 
 async def _outputs(prompt_id: str, prompt: dict[str, Any], wanted: list[str] | None) -> list[str]:
-    """Have ComfyUI check a prompt, and return the output nodes that can run, of the wanted ones or of all.
+    """Have ComfyUI check a prompt, and return the output nodes that can run.
+
+    Args:
+        wanted: output nodes to choose from; None for all.
 
     Raises:
         NotRun: the prompt or one of its nodes is refused.

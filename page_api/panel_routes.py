@@ -85,7 +85,7 @@ def _entries() -> list[inventory.Entry]:
 
 
 async def _entry(request: web.Request) -> inventory.Entry:
-    """The engine that the path names, by its exact name."""
+    """Return the engine that the path names, by its exact name."""
     name = request.match_info["name"]
     found = next((e for e in await asyncio.to_thread(_entries) if e.name == name), None)
     if found is None:
