@@ -69,8 +69,8 @@ async def _cancel(request: web.Request) -> web.Response:
 
 @reads
 async def _nodes(request: web.Request) -> web.Response:
-    """Answer with the states of engine nodes: {"prompt": API prompt of the whole graph, "nodes": ids} -> {"nodes": {id: state},
-    "orders": {prompt id: keys of the nodes whose builds it has yet to order}}.
+    """Answer with the states of engine nodes: {"prompt": API prompt of the whole graph, "nodes": ids} ->
+    {"nodes": {id: state}, "orders": {prompt id: keys of the nodes whose builds it has yet to order}}.
 
     A node of a subgraph that is used several times has a list of ids in place of an id. With "workflow", an id, the
     last runs of other workflows are left out.

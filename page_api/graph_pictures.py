@@ -128,7 +128,7 @@ def _frame_size(prompt: Mapping[str, Any], stream: str) -> tuple[Any, Any]:
 
 
 def _cfg(prompt: Mapping[str, Any], sampler: str) -> float | None:
-    """Return the CFG of a sampler, or of its guider; 1 for a guider of a single prompt, None where it is not certain."""
+    """Return the CFG of a sampler or its guider; 1 for a guider of a single prompt, None where it is not certain."""
     inputs = inputs_of(prompt, sampler)
     if is_link(guider := inputs.get("guider")):
         inputs = inputs_of(prompt, guider[0])
