@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[2]
 ROOMS = ("architectures", "backends", "comfy_model", "engine_builder", "engine_library", "nodes", "page_api",
          "sampling", "saved_workflows", "sessions", "streaming")  # fmt: skip
 VALUES = ("12", "1.2 GB", "12 ms", "9 of 11", "64 to 512")
-"""What stands for a value in a sentence."""
+"""Values that a sentence is filled with."""
 MOST_TEXTS = 64
 """An expression that can be more texts than these is a table and no sentence."""
 SHOWN = {"BuildError", "ValidationFailed", "LibraryError", "Busy", "BadFrame", "progress", "tell"}
