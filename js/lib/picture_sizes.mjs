@@ -3,7 +3,6 @@
 // the page would take what follows from the graph for edits, which undo takes back and Auto does again.
 
 import { applyPreset, follow, presetName, presetOf, PRESETS, sameSizes, sizesOf } from "./presets.mjs";
-import { mendValues, putValues } from "./saved_values.mjs";
 import { t } from "./texts.mjs";
 import { imageCount, pixels } from "./words.mjs";
 
@@ -26,7 +25,6 @@ export class PictureSizes {
         /** @type {{fits?: any, asked?: any, auto?: any, pictures?: any[]}} what the server last told, see its `picture_fit` */
         this.told = {};
         this.outside = {}; // numbers that a subgraph's node shows and sends in the place of the node's own
-        this.defaults = Object.fromEntries(node.widgets.map(({ name, value }) => [name, value]));
         this.widget = node.addWidget("combo", "size_preset", "", (value) => this.#picked(value), { values: [], serialize: false });
         Object.assign(this.widget, { serialize: false, label: t("presetLabel"), tooltip: t("presetHint") });
         this.widget.incrementValue = this.widget.decrementValue = (click) => openList(this.widget, click);
@@ -34,10 +32,7 @@ export class PictureSizes {
         widgets.splice(first, 0, widgets.pop());
         foldOnCanvas(node);
         for (const size of widgets.filter(({ name }) => name in PRESETS[AUTO])) follow(size, "callback", () => this.#typed());
-        follow(node, "onConfigure", (saved) => {
-            mendValues(node.widgets, saved, PRESETS[AUTO], this.defaults);
-            this.#loaded();
-        });
+        follow(node, "onConfigure", () => this.#loaded());
         follow(node, "onSerialize", (saved) => this.#save(saved));
         this.#loaded();
     }
@@ -207,4 +202,22 @@ function foldOnCanvas(node) {
     node.getLayoutWidgets = function () {
         return getLayoutWidgets.call(this).filter((widget) => !widget.advanced || this.showAdvanced);
     };
+}
+
+/** Whether a workflow has a value of a widget. */
+const isSaved = ({ serialize }) => serialize !== false;
+
+/**
+ * Close the holes that widgets which are not saved leave, and put some values in the place of others.
+ * Pages up to 1.52 leave a hole for each such widget. Later pages leave none.
+ * @param {{name: string, serialize?: boolean}[]} widgets the node's
+ * @param {{widgets_values?: any[], widgets_values_named?: Record<string, any>}} saved the node as the page saves it
+ * @param {Record<string, any>} others values by the names of their widgets
+ */
+export function putValues(widgets, saved, others) {
+    const values = saved.widgets_values, without = values.length === widgets.filter(isSaved).length;
+    const byPlace = without ? values : values.filter((_, place) => widgets[place] && isSaved(widgets[place]));
+    saved.widgets_values = widgets.filter(isSaved).map(({ name }, place) => others[name] ?? byPlace[place] ?? null);
+    const named = saved.widgets_values_named;
+    for (const name of Object.keys(others)) if (named && name in named) named[name] = others[name];
 }
