@@ -142,7 +142,7 @@ function toAll(sizes) {
         if (view.node !== sizes.node && samplersOf(view).some((sampler) => mine.includes(sampler))) view.actions.sizes.choose(choice, numbers);
 }
 
-/** What a click on a node's button does; sizes that cannot be built are told instead. */
+/** What a click on a node's button does; for sizes that cannot be built it says so instead. */
 function press(view) {
     const wrong = view.busy ? "" : orderWords(view.node);
     view.say(wrong);

@@ -118,7 +118,7 @@ export class Live {
         this.controls.show(settings);
         this.#say("good", t("liveRuns"));
         this.loop ??= setInterval(() => this.#look(), LOOK);
-        this.teller ??= setInterval(() => { this.pace.textContent = this.link ? t("livePace", rounded(this.link.pace.told(performance.now()))) : ""; }, TELL);
+        this.teller ??= setInterval(() => { this.pace.textContent = this.link ? t("livePace", rounded(this.link.pace.figures(performance.now()))) : ""; }, TELL);
     }
 
     async #look() {

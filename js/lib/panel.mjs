@@ -97,7 +97,7 @@ export class Panel {
         if (this.root) this.draw();
     }
 
-    /** The workflow's nodes, or those that wait for their models, may be others. */
+    /** The workflow has other nodes now, or other nodes wait for their models. */
     waiting() {
         if (this.root) this.#drawJobs();
         if (this.root) this.header.offer.hidden = !this.page.offers?.(); // for a workflow that has an engine node
@@ -201,7 +201,7 @@ class PanelActions {
         this.#tell("info", t(found ? "rebuildStarted" : "rebuildWhere", { label: engine.label, node }));
     }
 
-    /** Delete engines once that is confirmed; one that cannot be deleted does not keep the others. */
+    /** Delete engines once that is confirmed; an engine that cannot be deleted does not keep the other ones. */
     async delete(engines) {
         if (!engines.length || !(await confirm(deleteQuestion(engines)))) return;
         const gone = [];
@@ -225,7 +225,7 @@ class PanelActions {
         return this.attempt(what, () => request(this.api, route, { method: "POST" }));
     }
 
-    /** Do something, named by a text's key; what it throws is told. */
+    /** Do something, named by a text's key; what it throws becomes a message. */
     async attempt(what, act) {
         try {
             await act();
@@ -281,7 +281,7 @@ class PanelHeader {
         this.find.hidden = this.bar.hidden = !all.count;
         this.all.checked = chosen.shown > 0 && chosen.shownSelected === chosen.shown;
         this.all.indeterminate = chosen.shownSelected > 0 && !this.all.checked;
-        this.told.textContent = chosen.count ? t("selected", { count: chosen.count, size: size(chosen.bytes) }) : t("selectAll");
+        this.count.textContent = chosen.count ? t("selected", { count: chosen.count, size: size(chosen.bytes) }) : t("selectAll");
         this.delete.hidden = !chosen.count;
     }
 
@@ -296,10 +296,10 @@ class PanelHeader {
         this.all = make("input");
         this.all.type = "checkbox";
         this.all.addEventListener("change", () => actions.selectShown(this.all.checked));
-        this.told = make("span", "hybrid-trt-quiet");
+        this.count = make("span", "hybrid-trt-quiet");
         this.delete = button("deleteSelected", actions.deleteSelected);
         this.delete.classList.add("hybrid-trt-danger");
-        this.bar = make("div", "hybrid-trt-row hybrid-trt-selection", make("label", "hybrid-trt-row", this.all, this.told), this.delete);
+        this.bar = make("div", "hybrid-trt-row hybrid-trt-selection", make("label", "hybrid-trt-row", this.all, this.count), this.delete);
         return this.bar;
     }
 }

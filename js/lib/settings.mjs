@@ -1,4 +1,4 @@
-// The pack's settings: what a new engine node starts with, and those of the library, which the server keeps.
+// The pack's settings: what a new engine node starts with, and the library's settings, which the server keeps.
 // Nodes of opened workflows keep what they were saved with.
 
 import { make } from "./dom.mjs";

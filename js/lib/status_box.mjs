@@ -48,16 +48,16 @@ export class StatusBox {
         this.title.textContent = said(title);
         this.lines.title = hint;
         this.summary.textContent = t("details");
-        this.told = lines.map(said);
+        this.texts = lines.map(said);
         this.#fold();
         this.node.setDirtyCanvas?.(true, true);
     }
 
     /** Show the lines that have room. A node that somebody made higher than its text has more; Vue nodes grow with it. */
     #fold() {
-        if (!this.told || this.details.open) return;
+        if (!this.texts || this.details.open) return;
         const room = Math.max(MOST, globalThis.LiteGraph?.vueNodesMode ? 0 : this.element.clientHeight);
-        fold(this.told, (shown, rest) => {
+        fold(this.texts, (shown, rest) => {
             this.lines.replaceChildren(...shown.map(row));
             this.rest.replaceChildren(...rest.map(row));
             this.details.hidden = !rest.length;
@@ -87,7 +87,7 @@ function start(text, letters) {
 }
 
 /**
- * Draw the lines that have room, and fold the others. A line is cut only where it is the first and has no room alone.
+ * Draw the lines that have room, and fold the rest. A line is cut only where it is the first and has no room alone.
  * @param {string[]} lines
  * @param {(shown: string[], rest: string[]) => boolean} draw draws, and tells whether that has room
  */

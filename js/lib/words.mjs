@@ -97,7 +97,7 @@ const SOON = { "build now": "soonNow", "build in background": "soonBackground" }
 const WHY = { lora: "whyLora", checkpoint: "whyCheckpoint", settings: "whySettings" };
 
 /**
- * What the next run will bring for a node without an engine: told before it, with the time that a build takes.
+ * What the next run will bring for a node without an engine, with the time that a build takes.
  * @param {{outlook?: {why: string, seconds: number | null, certain: boolean, live: boolean}, whenMissing?: string}} state
  * @returns {string} empty when there is nothing to say
  */

@@ -16,7 +16,7 @@ export function isMissing(node) {
 }
 
 /**
- * What engine nodes lack. Nodes that want the same engine count once; those that are off or unwired do not count, and those
+ * What engine nodes lack. Nodes that want the same engine count once; nodes that are off or unwired do not count, and nodes
  * that can have no engine (`unable`) are in no total. Some of the missing may be there: only a run tells (`unsure`).
  * @param {State[]} states
  * @returns {Needs} with the seconds until all are built; null when they are not known of each
@@ -36,7 +36,7 @@ export function needs(states) {
 
 /**
  * How much of some builds is done, by the seconds that each takes, or by their number where that is not known.
- * @param {State[]} states of the nodes that wait for them; those that wait no more are done
+ * @param {State[]} states of the nodes that wait for them; a node that waits no more is done
  * @param {Map<string, number>} weights node key -> seconds, kept from look to look
  */
 export function progress(states, weights) {
@@ -60,7 +60,7 @@ function left({ job, outlook }) {
     return outlook?.seconds ?? null;
 }
 
-/** @typedef {State & {others?: State[]}} NodeState of a node's worst use, with those of the others */
+/** @typedef {State & {others?: State[]}} NodeState of a node's worst use, with the states of its other uses */
 
 /** What is under way comes first, for it can be cancelled; then what a build would mend. */
 const FIRST = ["building", "queued", "asked", "failed", "broken", "stale", "unchecked", "none", "unknown"];
@@ -70,7 +70,7 @@ export function usesOf({ others = [], ...state }) {
     return [state, ...others];
 }
 
-/** The state that a node shows, of those of its uses. */
+/** The state that a node shows, from the states of its uses. */
 export function together(uses) {
     const sorted = [...uses].sort((a, b) => rank(a) - rank(b));
     const [worst, ...others] = sorted.filter((use, i) => sorted.findIndex(({ key }) => key === use.key) === i);
@@ -87,7 +87,7 @@ export function changedUses(state, change) {
     return together(usesOf(state).map(change));
 }
 
-/** The uses that a press of the button builds for: those that lack something, or else all. */
+/** The uses that a press of the button builds for: uses that lack something, or else all. */
 export function wantedUses(state) {
     const uses = usesOf(state), lacking = uses.filter((use) => isMissing(use) || use.misfit);
     return lacking.length ? lacking : uses;

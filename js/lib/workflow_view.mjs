@@ -15,7 +15,7 @@ export class WorkflowView {
     constructor(tracker, actions) {
         this.tracker = tracker;
         this.actions = actions;
-        this.batch = new Set(); // the keys of the builds that are waited for, and of those that ended meanwhile
+        this.batch = new Set(); // the keys of the builds that are waited for, and of builds that ended meanwhile
         this.weights = new Map();
         this.lines = new WeakMap(); // view -> its line
         this.element = make("div", "hybrid-trt-workflow");

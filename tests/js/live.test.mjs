@@ -41,9 +41,9 @@ test("times of pictures are told: how many a second, the usual and the slowest, 
         pace.send(100 * n);
         pace.answer(n, 100 * n + (n === 50 ? 60 : 30));
     }
-    const { fps, p50, p99, delay } = pace.told(9930);
+    const { fps, p50, p99, delay } = pace.figures(9930);
     assert.deepEqual([Math.round(fps), p50, p99, delay], [10, 100, 130, 30]);
-    assert.deepEqual(new Pace().told(0), { fps: 0, p50: 0, p99: 0, delay: 0 });
+    assert.deepEqual(new Pace().figures(0), { fps: 0, p50: 0, p99: 0, delay: 0 });
 });
 
 test("a prompt takes live frames where nothing is wired into a stream's frames", () => {
