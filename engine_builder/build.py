@@ -202,7 +202,6 @@ class _Build:
         self._started, self._waited = time.perf_counter(), 0.0
         network, precision = self.order.network, self.order.precision
         live = self.order.backend.runs_live_weights
-        native = network_task(network, self.identity.architecture, precision, live)
         size = self._bytes = sum(p.numel() for p in network.module.parameters()) * getattr(torch, precision).itemsize
         room = int(LIVE_ROOM if live else size * ROOM)
         check_room(self.library.roots[0], room, f"Building the engine of {network.label}")
@@ -213,7 +212,7 @@ class _Build:
         check_memory(self.order.backend, 0 if elsewhere else size, network.label)
         folder = self.library.building_folder()
         try:
-            manifest, record = self._make(folder, native)
+            manifest, record = self._make(folder)
             engine = self.library.publish(folder, manifest, lambda: self.progress("saving", 0.99), record)
         finally:
             self.library.discard(folder)
@@ -226,12 +225,13 @@ class _Build:
         )
         return engine
 
-    def _make(self, folder: Path, native: Task) -> tuple[Manifest, trust.Record]:
+    def _make(self, folder: Path) -> tuple[Manifest, trust.Record]:
         network, identity, live = self.order.network, self.identity, self.order.backend.runs_live_weights
         architecture = network.architecture()
         inputs = architecture.engine_inputs(network.module, identity.precision)
         outputs = architecture.outputs(network.module, identity.precision)
         common = {"folder": str(folder), **tensors_task(identity.precision, inputs, outputs)}
+        native = network_task(network, identity.architecture, identity.precision, live)
         seconds, read = {}, ""
         if not live:
             started = time.perf_counter()
