@@ -106,8 +106,6 @@ def build_engine(
     refusal = order.backend.cannot_build(order.target_device)
     if refusal is not None and order.backend.cannot_run(order.target_device) is not None:
         raise Unavailable(refusal.reason, refusal.detail)
-    if (never := cannot_serve(order.network, order.backend)) is not None:
-        raise Unavailable.of(never)
     run = TimeLimit(read_settings(library.roots[0]).build_minutes, order.backend.name).kept_by(within_memory(run))
     if make_room is not None:
         run = with_room(run, order, make_room)
@@ -123,7 +121,6 @@ def build_engine(
                     return check_engine(order, library, engine, ours, log_line, run)
                 if refusal is not None:
                     raise Unavailable(refusal.reason, refusal.detail)
-                _check_precision(order)
                 return _Build(order, library, identity, ours, log_line, run).run()
         except WeightsChanged:
             order.network.forget_hash()
@@ -134,28 +131,34 @@ def build_engine(
 
 
 def _identity(order: BuildOrder, progress: Progress) -> EngineIdentity:
+    """Return the identity of an order's engine.
+
+    Raises:
+        Unavailable: the network can have no engine of this backend.
+    """
     network, precision = order.network, order.precision
+    if (never := cannot_serve(network, order.backend)) is not None:
+        raise Unavailable.of(never)
     architecture = network.unchanged_architecture()
     progress("reading weights", 0.0)
     specs = [*architecture.engine_inputs(network.module, precision), *architecture.outputs(network.module, precision)]
     symbols = {dim.symbol for spec in specs for dim in spec.dims if not isinstance(dim, int)}
-    layout = weights = structure_hash(network.module, live=order.backend.runs_live_weights)
-    if not order.any_weights:
-        weights = order.backend.weights(network, lambda: progress("reading weights", 0.0))
+    weights = "" if order.any_weights else order.backend.weights(network, lambda: progress("reading weights", 0.0))
+    layout = structure_hash(network.module, live=order.backend.runs_live_weights)
     return EngineIdentity(
         architecture=architecture.name,
-        weights=weights,
+        weights=weights or layout,
         precision=precision,
         profile=order.engine_profile.only(symbols),
         backend=order.backend.name,
         backend_version=order.backend.version(),
         device=order.backend.target(order.target_device),
-        layout="" if weights == layout else layout,
+        layout="" if weights in ("", layout) else layout,
     )
 
 
 def _existing(order: BuildOrder, library: Library, identity: EngineIdentity) -> Engine | None:
-    """The engine, if it is there and whole; it may be one that this machine cannot run."""
+    """Return the engine, if it is there and whole; perhaps this machine cannot run it."""
 
     def usable(manifest: Manifest) -> Fallback | None:
         if order.backend.cannot_run(order.target_device) is not None:
@@ -195,10 +198,10 @@ class _Build:
     start: Runner
 
     def run(self) -> Engine:
+        _check_precision(self.order)
         self._started, self._waited = time.perf_counter(), 0.0
         network, precision = self.order.network, self.order.precision
         live = self.order.backend.runs_live_weights
-        native = network_task(network, self.identity.architecture, precision, live)
         size = self._bytes = sum(p.numel() for p in network.module.parameters()) * getattr(torch, precision).itemsize
         room = int(LIVE_ROOM if live else size * ROOM)
         check_room(self.library.roots[0], room, f"Building the engine of {network.label}")
@@ -208,7 +211,7 @@ class _Build:
         elsewhere = live and (self.order.target_device.type != "cpu" or in_blocks(self.order))
         check_memory(self.order.backend, 0 if elsewhere else size, network.label)
         with self.library.building_folder() as folder:
-            manifest, record = self._make(folder, native)
+            manifest, record = self._make(folder)
             engine = self.library.publish(folder, manifest, lambda: self.progress("saving", 0.99), record)
         log.info(
             "Hybrid TRT: built %s for %s in %.1f s, %s",
@@ -219,12 +222,13 @@ class _Build:
         )
         return engine
 
-    def _make(self, folder: Path, native: Task) -> tuple[Manifest, trust.Record]:
+    def _make(self, folder: Path) -> tuple[Manifest, trust.Record]:
         network, identity, live = self.order.network, self.identity, self.order.backend.runs_live_weights
         architecture = network.architecture()
         inputs = architecture.engine_inputs(network.module, identity.precision)
         outputs = architecture.outputs(network.module, identity.precision)
         common = {"folder": str(folder), **tensors_task(identity.precision, inputs, outputs)}
+        native = network_task(network, identity.architecture, identity.precision, live)
         seconds, read = {}, ""
         if not live:
             started = time.perf_counter()
@@ -285,7 +289,7 @@ class _Build:
         return trust.Record(trust.BUILT, parity=done["parity"], gpu=gpu), {"proof": sum(done["seconds"].values())}
 
     def _exported_and_built(self, common: Task, native: Task) -> dict:
-        """The backend's engine, by way of ONNX: ``files``, ``parity`` and ``seconds``."""
+        """Export to ONNX and build; return ``files``, ``parity`` and ``seconds``."""
         profile, examples = self.identity.profile, self._examples()
         no_gpu = {"CUDA_VISIBLE_DEVICES": ""}
         export = {
@@ -319,7 +323,7 @@ class _Build:
         }
 
     def _compiled(self, task: Task) -> dict:
-        """Compiled files for live weights: ``files``, ``parity`` and ``seconds``."""
+        """Compile for live weights; return ``files``, ``parity`` and ``seconds``."""
         device = self.order.target_device
         calls = [dict(call) for call in self.order.calls] or self._examples().compiled
         known = self._known(Path(task["folder"])) if in_blocks(self.order) else []
@@ -355,6 +359,6 @@ class _Build:
 
 
 def _source(network: NativeNetwork) -> dict:
-    """The file that a network came from, unless it has a name that no JSON can hold."""
+    """Return the file that a network came from; empty if no JSON can hold its name."""
     source = source_of(network.patcher) or {}
     return source if schema.printable(source.get("path", "")) == source.get("path", "") else {}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import itertools
 import logging
 import threading
 import time
@@ -140,8 +139,7 @@ class BuildQueue:
         self._jobs: dict[str, Job] = {}
         self._lock = threading.RLock()
         self._arrived = threading.Condition(self._lock)
-        self._listeners: dict[int, Listener] = {}
-        self._numbers = itertools.count()
+        self._listeners: list[Listener] = []
         self._thread: threading.Thread | None = None
         self._closed = False
 
@@ -173,17 +171,17 @@ class BuildQueue:
         return job
 
     def jobs(self) -> list[Job]:
-        """All jobs that are remembered, the oldest first."""
+        """Return all jobs that are remembered, the oldest first."""
         with self._lock:
             return list(self._jobs.values())
 
     def get(self, job_id: str) -> Job | None:
-        """The job with an id, or None."""
+        """Return the job with an id, or None."""
         with self._lock:
             return self._jobs.get(job_id)
 
     def latest(self, order: BuildOrder, library: Library) -> Job | None:
-        """The last job of an equal order."""
+        """Return the last job of an equal order."""
         key = _key(order, library, False)
         return next((job for job in reversed(self.jobs()) if job.key == key), None)
 
@@ -212,12 +210,10 @@ class BuildQueue:
                 return False
         return self.cancel(job)
 
-    def subscribe(self, listener: Listener) -> Callable[[], None]:
-        """Call ``listener`` with a job whenever it changes, from any thread; returns a function that ends that."""
+    def subscribe(self, listener: Listener) -> None:
+        """Call ``listener`` with a job whenever it changes, from any thread."""
         with self._lock:
-            number = next(self._numbers)
-            self._listeners[number] = listener
-        return lambda: self._listeners.pop(number, None)
+            self._listeners.append(listener)
 
     def close(self, patience: float = 5.0) -> None:
         """Cancel everything and wait for the running build to clean up."""
@@ -307,7 +303,7 @@ class BuildQueue:
 
     def _tell(self, job: Job) -> None:
         with self._lock:
-            listeners = list(self._listeners.values())
+            listeners = list(self._listeners)
         for listener in listeners:
             try:
                 listener(job)

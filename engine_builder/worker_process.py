@@ -251,7 +251,7 @@ def _crashed(status: int, phase: str, words: list[str], folder: Path) -> Excepti
 
 
 def _full_disk(number: int | None, folder: Path) -> LibraryError | None:
-    """The error for a full disk: by its errno, or since nothing is free (libraries in C++ give no errno)."""
+    """Return the error for a full disk: by its errno, or by the free bytes, as libraries in C++ give no errno."""
     if number in NOT_WRITABLE:
         return readable(OSError(number, os.strerror(number)), folder.parent)
     with contextlib.suppress(OSError):

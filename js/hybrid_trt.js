@@ -7,11 +7,11 @@ import { giveMark, titlesOfHolders } from "./lib/badges.mjs";
 import { Builder, runError } from "./lib/build.mjs";
 import { showText } from "./lib/dialog.mjs";
 import { labelValues } from "./lib/labels.mjs";
-import { logLines } from "./lib/log_words.mjs";
+import { logLines } from "./lib/words.mjs";
 import { NodeView } from "./lib/node_view.mjs";
 import { Live } from "./lib/live.mjs";
 import { COMPARE, ENGINE_NODES, REPORT } from "./lib/node_names.mjs";
-import { inChinese } from "./lib/notes_zh.mjs";
+import { inChinese, titlesInChinese } from "./lib/notes_zh.mjs";
 import { Panel } from "./lib/panel.mjs";
 import { PictureSizes } from "./lib/picture_sizes.mjs";
 import { follow, offer, sizesOf } from "./lib/presets.mjs";
@@ -23,7 +23,6 @@ import { inSight, openReadable } from "./lib/template_view.mjs";
 import { TabTitle } from "./lib/tab_title.mjs";
 import { setLanguage, speaksChinese, t } from "./lib/texts.mjs";
 import { showComparison, showKept, showRuns, TEXT_NODES } from "./lib/text_view.mjs";
-import { titlesInChinese } from "./lib/titles_zh.mjs";
 import { Tracker } from "./lib/tracker.mjs";
 import { WorkflowView } from "./lib/workflow_view.mjs";
 
@@ -143,7 +142,7 @@ function toAll(sizes) {
         if (view.node !== sizes.node && samplersOf(view).some((sampler) => mine.includes(sampler))) view.actions.sizes.choose(choice, numbers);
 }
 
-/** What a click on a node's button does; sizes that cannot be built are told instead. */
+/** What a click on a node's button does; for sizes that cannot be built it says so instead. */
 function press(view) {
     const wrong = view.busy ? "" : orderWords(view.node);
     view.say(wrong);

@@ -19,10 +19,9 @@ class HybridTRT(ComfyExtension):
 
     async def on_load(self) -> None:
         if works(Feature.ENGINES):
-            from ..page_api import build_routes, doctor_routes, live_routes, ready_routes
+            from ..page_api import build_routes, live_routes, ready_routes
 
             build_routes.register()
-            doctor_routes.register()
             live_routes.register()
             ready_routes.register()
             log.info("Hybrid TRT %s", _in_short())

@@ -12,6 +12,7 @@ from comfy_api.latest import io, ui
 from ..comfy_model.network import NativeNetwork
 from ..engine_library import Fallback, Reason, Unavailable
 from ..node_names import CONTROL_INPUTS
+from ..page_api.node_input import NodeInput
 from ..page_api.workflow_graph import model_name
 from ..sampling.controlnet import back_with_engine, count_control_as_native, native_controlnet
 from ..sampling.engine_handle import EngineHandle
@@ -19,7 +20,7 @@ from ..sampling.engine_status import lacks_pictures, status
 from ..sampling.model_wrapper import count_as_native, has_engine, patch_model
 from ..sampling.vae import native_vae, vae_with_engines
 from . import building, schemas
-from .engines import NodeInput, build, find, find_vae, for_its_pictures, why_without_engine
+from .engines import build, find, find_vae, for_its_pictures, why_without_engine
 
 if TYPE_CHECKING:
     from comfy.controlnet import ControlBase

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from comfy.controlnet import ControlNet
-from comfy_execution.graph import DynamicPrompt
 
 from ..architectures import ANY, Role
 from ..architectures.shapes import SIZE_NAMES, VAE_SETTINGS, RequestedSizes
@@ -17,24 +16,11 @@ from ..backends.lookup import EngineChoice
 from ..comfy_model.network import NativeNetwork
 from ..engine_library import Fallback, Reason, Unavailable
 from ..node_names import USE_NATIVE
-from ..page_api.build_orders import Order, order_of
-from ..page_api.builds import node_states, pending_orders
-from ..page_api.library_folder import library
+from ..page_api.build_orders import Order
+from ..page_api.builds import library, node_states, pending_orders
+from ..page_api.node_input import NodeInput
 from ..page_api.picture_fit import auto
-from ..page_api.workflow_graph import (
-    DECODE,
-    ENCODE,
-    BadPrompt,
-    all_nodes,
-    asked_pictures,
-    drawn_id,
-    for_one_network,
-    loras_before,
-    model_name,
-    node_key,
-    vae_calls,
-    whole_prompt,
-)
+from ..page_api.workflow_graph import DECODE, ENCODE
 from ..sampling.call_stats import executing
 from ..sampling.engine_handle import EngineHandle
 from ..sampling.engine_status import lacks_engine, status
@@ -54,53 +40,8 @@ WITHOUT_ENGINE = {
 }
 """Classes of controls that no engine is built for, and why."""
 
-
 VAE_ROLES = {DECODE: (Role.VAE_DECODER, "VAE decode"), ENCODE: (Role.VAE_ENCODER, "VAE encode")}
 """Name of a VAE's network -> its role, and words for it."""
-
-
-@dataclass(frozen=True)
-class NodeInput:
-    """One network of an engine node: the running prompt, the node's id, and the input with the network.
-
-    Attributes:
-        sizes: numbers that replace the prompt's own, see ``for_its_pictures``.
-    """
-
-    prompt: DynamicPrompt
-    node_id: str
-    input_name: str
-    sizes: Mapping[str, int] = field(default_factory=dict)
-
-    def label(self, default: str) -> str:
-        """Return the file that the network was loaded from, or ``default``."""
-        return model_name(self.prompt, self.node_id, self.input_name, default)
-
-    @property
-    def key(self) -> str:
-        """Its key on the page: in a loop the key of the node in the user's graph."""
-        prompt, node_id = self.prompt, self.node_id
-        original, drawn = prompt.get_original_prompt(), drawn_id(prompt, node_id)
-        if drawn in original and original[drawn]["class_type"] == prompt.get_node(node_id)["class_type"]:
-            prompt, node_id = DynamicPrompt(original), drawn
-        try:
-            graph = for_one_network(whole_prompt(prompt, node_id), node_id, self.input_name)
-            if self.sizes:
-                sent = graph[node_id]["inputs"]
-                inputs = {name: self.sizes.get(name, value) for name, value in sent.items()}
-                graph = {**graph, node_id: {**graph[node_id], "inputs": inputs}}
-            return node_key(graph, node_id)
-        except BadPrompt as error:  # for example nodes that expand while they run
-            log.debug("Hybrid TRT: node %s has no key (%s)", node_id, error)
-            return ""
-
-    @property
-    def order(self) -> Order | None:
-        """The order that the running prompt carries for the node, or for the node of the user's graph behind it."""
-        context = executing()
-        order = order_of(context.prompt_id) if context is not None else None
-        drawn = drawn_id(self.prompt, self.node_id)
-        return order if order is not None and {self.node_id, drawn} & order.nodes else None
 
 
 def _engine_choice(
@@ -127,13 +68,12 @@ def for_its_pictures(
     The page sends zeros for Auto until it knows the model's family. Once the build has loaded the model, it sends
     Auto's numbers. So the build is for these numbers, and the node gets both keys.
     """
-    order, numbers = node_input.order, [name for name in SIZE_NAMES if name in settings]
+    numbers = [name for name in SIZE_NAMES if name in settings]
     meaning = building.meaning(when_missing, network, str(settings.get("backend", AUTO)))
-    builds = order is not None or meaning != USE_NATIVE
+    builds = node_input.order is not None or meaning != USE_NATIVE
     if not builds or any(settings[name] for name in numbers if name != "opt_size"):
         return node_input, dict(settings)
-    graph = order.graph if order is not None else all_nodes(node_input.prompt)
-    pictures = asked_pictures(graph, drawn_id(node_input.prompt, node_input.node_id), "model")
+    pictures = node_input.sampled_pictures
     try:
         wanted = auto(pictures, network.architecture().sizes, 0) if pictures else {}
     except Unavailable:  # it gets no engine, and the handle says why
@@ -150,12 +90,8 @@ def find(network: NativeNetwork, node_input: NodeInput, settings: Mapping[str, A
     Raises:
         ValueError: sizes in the wrong order; the text is for the user.
     """
-    choice = _engine_choice(network, **settings)
-    key, order = node_input.key, node_input.order
-    drawn, name = drawn_id(node_input.prompt, node_input.node_id), node_input.input_name
-    pictures = asked_pictures(order.graph, drawn, name) if order is not None else ()
-    pictures = pictures or asked_pictures(all_nodes(node_input.prompt), node_input.node_id, name)
-    choice = replace(choice, pictures=pictures, loras=loras_before(node_input.prompt, node_input.node_id, name))
+    choice, key = _engine_choice(network, **settings), node_input.key
+    choice = replace(choice, pictures=node_input.pictures, loras=node_input.loras)
     handle = EngineHandle.look_up(network, choice, library(), node_input.node_id, key)
     if node_input.sizes:
         node_states.alias(key, replace(node_input, sizes={}).key)
@@ -209,11 +145,9 @@ def find_vae(
         settings: the engine node's settings; a VAE follows its sizes and its backend.
         when_missing: the choice of a node whose sizes are only for the VAE.
     """
-    order, given = node_input.order, {name: settings[name] for name in VAE_SETTINGS if name in settings}
-    drawn = drawn_id(node_input.prompt, node_input.node_id)
-    calls = vae_calls(order.graph, drawn) if order is not None and drawn in order.graph else None
+    given = {name: settings[name] for name in VAE_SETTINGS if name in settings}
     handles = {}
-    for name in calls or vae_calls(all_nodes(node_input.prompt), node_input.node_id):
+    for name in node_input.vae_networks:
         role, words = VAE_ROLES[name]
         network = NativeNetwork.of_vae(vae, role, f"{words}: {node_input.label('VAE')}")
         if when_missing is not None and not handles:

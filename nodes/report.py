@@ -15,8 +15,7 @@ from server import PromptServer
 
 from ..comfy_model.comfyui_internals import Feature, works
 from ..node_names import REPORT
-from ..page_api.read_graph import nodes_of
-from ..page_api.workflow_graph import drawn_id, drawn_upstream, upstream
+from ..page_api.workflow_graph import drawn_id, drawn_upstream, nodes_of, upstream
 from ..sampling.call_stats import CallStats, prompt_stats, want_times
 from ..sampling.engine_handle import EngineHandle
 from ..sampling.engine_status import status

@@ -16,7 +16,8 @@ from comfy_execution.graph import DynamicPrompt
 from server import PromptServer
 
 from ..comfy_model.comfyui_internals import Feature, works
-from .workflow_graph import BadPrompt, for_one_network, network_inputs, node_key, picture_of, upstream
+from .graph_pictures import picture_of
+from .workflow_graph import BadPrompt, for_one_network, network_inputs, node_key, upstream
 
 ORDER = "hybrid_trt_build"
 """Key of the order in ``extra_data``: ``{"nodes": [ids], "missing_only": bool, "graph": API prompt}``.
@@ -112,7 +113,7 @@ class PendingOrders:
                     self._keys_of(item).discard(key)
 
     def _in_queue(self) -> list[Queued]:
-        """Return the prompts that wait or run, and forget all others."""
+        """Return the prompts that wait or run, and forget the keys of all other prompts."""
         running, waiting = queued()
         items = [*running, *waiting]
         self._keys = {item.prompt_id: self._keys[item.prompt_id] for item in items if item.prompt_id in self._keys}

@@ -15,21 +15,12 @@ from ..engine_builder.jobs import Job
 from ..node_names import ENGINE_NODES
 from ..saved_workflows.accelerate import accelerate, remove
 from ..saved_workflows.graph import Workflow, WorkflowError, as_workflow_error, change
-from . import library_routes
+from . import panel_routes
 from .builds import builds, node_states, pending_orders
+from .graph_pictures import called_with, pictures_of, readers_of, samplers_of
 from .http import PREFIX, Refused, answer, changes, read_json, reads, strict_json
 from .outlook import request_of
-from .read_graph import class_of
-from .workflow_graph import (
-    BadPrompt,
-    called_with,
-    for_one_network,
-    network_inputs,
-    node_key,
-    pictures_of,
-    readers_of,
-    samplers_of,
-)
+from .workflow_graph import BadPrompt, class_of, for_one_network, network_inputs, node_key
 
 MAX_NODES = 500
 MAX_WORKFLOW = 32 << 20
@@ -47,7 +38,7 @@ def register() -> None:
     routes.post(f"{PREFIX}/builds/{{id}}/cancel")(_cancel)
     routes.post(f"{PREFIX}/nodes")(_nodes)
     routes.post(f"{PREFIX}/accelerate")(_accelerate)
-    library_routes.register(routes)
+    panel_routes.register(routes)
 
 
 @reads
@@ -57,7 +48,7 @@ async def _list(_request: web.Request) -> web.Response:
 
 @reads
 async def _show(request: web.Request) -> web.Response:
-    """A job with its log."""
+    """Answer with a job and its log."""
     job = _job(request)
     return answer({**job.to_json(), "log": list(job.log)})
 
@@ -66,7 +57,7 @@ async def _show(request: web.Request) -> web.Response:
 async def _clear(_request: web.Request) -> web.Response:
     """Remove ended builds from the list; nodes still report the results of theirs."""
     cleared = builds.clear_ended()
-    library_routes.tell()
+    panel_routes.tell()
     return answer({"cleared": cleared})
 
 
@@ -78,8 +69,8 @@ async def _cancel(request: web.Request) -> web.Response:
 
 @reads
 async def _nodes(request: web.Request) -> web.Response:
-    """The state of engine nodes: {"prompt": API prompt of the whole graph, "nodes": ids} -> {"nodes": {id: state},
-    "orders": {prompt id: keys of the nodes whose builds it has yet to order}}.
+    """Answer with the states of engine nodes: {"prompt": API prompt of the whole graph, "nodes": ids} ->
+    {"nodes": {id: state}, "orders": {prompt id: keys of the nodes whose builds it has yet to order}}.
 
     A node of a subgraph that is used several times has a list of ids in place of an id. With "workflow", an id, the
     last runs of other workflows are left out.
@@ -116,7 +107,7 @@ def states(prompt: Mapping[str, Any], nodes: list[list], workflow: str = "") -> 
                     for name in network_inputs(prompt, node)
                 )
             except BadPrompt as error:
-                raise Refused(400, f"No state can be told: {error}.") from None
+                raise Refused(400, f"The state is not known: {error}.") from None
             found[node] = {**first, **({"others": others} if others else {})}
     return found
 
@@ -130,7 +121,7 @@ def _state(prompt: Mapping[str, Any], node: str, input_name: str, asked: Mapping
 
 @reads
 async def _accelerate(request: web.Request) -> web.Response:
-    """Acceleration of a workflow: {"workflow": saved, "what": "add" or "remove"} -> {"workflow": changed,
+    """Accelerate a workflow: {"workflow": saved, "what": "add" or "remove"} -> {"workflow": changed,
     "count": of nodes, "added": their ids, "left": a sentence on parts left alone}. The server keeps nothing.
     """
     data = await read_json(request, MAX_WORKFLOW)

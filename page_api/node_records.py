@@ -39,8 +39,6 @@ class NodeRecord:
 
 
 _KEPT = {field.name for field in fields(NodeRecord)}
-_LATER = {"without_engine", "kind", "parameters"}
-"""Names that earlier versions did not keep."""
 _TEXTS = _KEPT - {"profile", "refusal", "source", "parameters"}
 
 
@@ -60,13 +58,13 @@ def read_records(path: Path) -> OrderedDict[str, NodeRecord]:
 
 
 def _record(entry: object) -> NodeRecord:
-    entry = dict(schema.mapping(entry, "a node", _KEPT - _LATER, _LATER))
+    entry = dict(schema.mapping(entry, "a node", _KEPT))
     source, refusal = entry["source"] or {"path": ""}, entry["refusal"] or (Reason.NO_ENGINE.value, "")
     reason, detail = refusal
-    texts = (source["path"], detail, *(entry.get(name, "") for name in _TEXTS))
+    texts = (source["path"], detail, *(entry[name] for name in _TEXTS))
     if not all(isinstance(text, str) for text in texts):
         raise TypeError("a text is none")
-    schema.integer(entry.get("parameters", 0), "parameters")
+    schema.integer(entry["parameters"], "parameters")
     schema.integer(source.get("size", 0), "source.size")
     read_profile(entry["profile"])
     if entry["architecture"]:

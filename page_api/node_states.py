@@ -31,7 +31,7 @@ from ..sessions.session import refusal_of
 from . import picture_fit
 from .build_orders import workflow_of
 from .node_records import FILE_NAME, NodeRecord, read_records, write_records
-from .outlook import NodeRequest, builds_by_itself, parameters_of, refused_by_file, seconds, serves_any_size
+from .outlook import NodeRequest, builds_by_itself, parameters_of, refused_by_file, seconds, serves_live
 
 MAX_NODES = 500
 MOST_SPEED = 1e6
@@ -96,10 +96,10 @@ class NodeStates:
 
     def ordered(self, key: str, job: Job) -> None:
         """Remember that a node waits for a job."""
-        for one in self.keys_like(key):
+        for alias in self.keys_like(key):
             with self._lock:
-                others = (self._builds.get(known) for known in self._jobs.get(one, ()) if known != job.id)
-                self._jobs[one] = [*(other.id for other in others if other and not other.state.final), job.id]
+                before = (self._builds.get(known) for known in self._jobs.get(alias, ()) if known != job.id)
+                self._jobs[alias] = [*(one.id for one in before if one and not one.state.final), job.id]
 
     def ended(self, job: Job) -> None:
         """Learn from a job that has ended which weights the nodes that ordered it have."""
@@ -112,12 +112,12 @@ class NodeStates:
                 self._keep(key, NodeRecord(**{**asdict(known), "weights": weights, "refusal": None}))
 
     def keys_of(self, job: Job) -> list[str]:
-        """The keys of the nodes that ordered a job."""
+        """Return the keys of the nodes that ordered a job."""
         with self._lock:
             return [key for key, jobs in self._jobs.items() if job.id in jobs]
 
     def _job(self, key: str) -> Job | None:
-        """The job that a node waits for, else its last one."""
+        """Return the job that a node waits for, else its last job."""
         with self._lock:
             jobs = [job for job_id in self._jobs.get(key, ()) if (job := self._builds.get(job_id)) is not None]
         return next((job for job in jobs if not job.state.final), jobs[-1] if jobs else None)
@@ -164,7 +164,7 @@ class NodeStates:
             answer |= {"state": "ready", "engine": _union_json(engines, known), "job": job.to_json() if job else None}
             if answer["run"] is not None and answer["run"]["opened"] < max(map(_published, engines)):
                 answer["run"] = None  # the run was before this engine
-            answer["any_size"] = serves_any_size(known.kind, known.backend, known.device)
+            answer["any_size"] = serves_live(known.kind, known.backend, known.device)
             if (why := next(filter(None, map(refusal_of, engines)), None)) is not None:
                 backend = engines[0].manifest.identity.backend
                 text = f"It was not opened, so steps run uncompiled: {why}; build it again."
@@ -209,7 +209,7 @@ class NodeStates:
         return bool(engines) and _union_json(engines, asked)["covers"]
 
     def _like(self, request: NodeRequest) -> NodeRecord | None:
-        """The node that ran last with the same model, else with a model of the same kind."""
+        """Return the node that ran last with the same model, else with a model of the same kind."""
         latest = reversed(list(self._known.values()))
         alike = [known for known in latest if known.kind == request.kind and known.architecture]
         return next((known for known in alike if known.label == request.label), alike[0] if alike else None)
@@ -228,14 +228,12 @@ class NodeStates:
         parameters = known.parameters
         if not same:
             parameters = parameters_of(request, parameters, (known.source or {}).get("size", 0))
-        took, live = seconds(
-            self._library, request.backend or known.backend, known.device, known.kind, known.architecture,
-            known.precision, parameters,
-        )  # fmt: skip
-        return {"why": why, "seconds": took, "certain": certain, "live": live}
+        backend, kind = request.backend or known.backend, known.kind
+        took = seconds(self._library, backend, known.device, kind, known.architecture, known.precision, parameters)
+        return {"why": why, "seconds": took, "certain": certain, "live": serves_live(kind, backend, known.device)}
 
     def _look_up(self, known: NodeRecord) -> tuple[list[Engine], Fallback]:
-        """The engines that a node uses: one, or several of different sizes."""
+        """Return the engines that a node uses, which differ in their sizes; without engines, also the reason."""
         refusal = Fallback(Reason(known.refusal[0]), known.refusal[1]) if known.refusal else Fallback(Reason.NO_ENGINE)
         if not known.architecture:
             return [], refusal
@@ -296,7 +294,7 @@ def longest_prompt(key: str, family: str) -> int:
 
 
 def _uncovered(rows: Sequence[CallStats]) -> list[dict]:
-    """The calls that had no engine or compiled file of their size: in words, how they ran, and how many."""
+    """Return the calls without an engine or compiled file of their size: their size, how they ran, their number."""
     counts: Counter[tuple[str, str]] = Counter()
     for row in rows:
         for call, count in list(row.uncovered.items()):

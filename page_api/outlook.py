@@ -21,8 +21,7 @@ from ..backends.lookup import usable_backends
 from ..engine_builder.expected_time import expected
 from ..engine_library import Fallback, Library, Reason, Unavailable
 from ..node_names import CONTROLNET_ENGINE, UNET_ENGINE, VAE_ENGINE
-from .read_graph import class_of, inputs_of
-from .workflow_graph import NETWORK_INPUTS, VAE_ENCODER, model_name, upstream
+from .workflow_graph import NETWORK_INPUT, VAE_ENCODER, class_of, inputs_of, model_name, upstream
 
 KINDS = {
     UNET_ENGINE: Role.BACKBONE.value, CONTROLNET_ENGINE: Role.CONTROLNET.value,
@@ -75,7 +74,7 @@ def request_of(prompt: Mapping[str, Any], node_id: str) -> NodeRequest:
     checked: its nodes have a key."""
     graph = DynamicPrompt(dict(prompt))
     kind = str(prompt[node_id]["class_type"])
-    name = NETWORK_INPUTS[kind][0]
+    name = NETWORK_INPUT[kind]
     before, inputs = list(upstream(graph, node_id, (name,))), inputs_of(graph, node_id)
     above = [inputs_of(graph, one) for one in before]
     patched = any(class_of(prompt, one) in patch_nodes() for one in before)
@@ -137,16 +136,14 @@ def _file_of(request: NodeRequest) -> str | None:
 
 def seconds(
     library: Library, backend: str, device: str, kind: str, family: str, precision: str, parameters: int
-) -> tuple[float | None, bool]:
-    """Return the seconds of a build here, None when not known, and whether the torch backend
-    serves without an engine, so that no build is needed."""
+) -> float | None:
+    """Return the seconds of a build here; None when not known."""
     try:
-        usable = usable_backends(backend, torch.device(device))
-        chosen = usable[0]
-        known = expected(library, kind, family, chosen.name, precision, chosen.target(torch.device(device)), parameters)
-        return known, kind not in VAES and any(one.runs_live_weights for one in usable)
+        chosen = usable_backends(backend, torch.device(device))[0]
+        target = chosen.target(torch.device(device))
     except (Unavailable, RuntimeError):  # no such backend, or no such device any more
-        return None, False
+        return None
+    return expected(library, kind, family, chosen.name, precision, target, parameters)
 
 
 def builds_by_itself(backend: str, device: str, architecture: str, parameters: int) -> bool:
@@ -157,9 +154,9 @@ def builds_by_itself(backend: str, device: str, architecture: str, parameters: i
         return False
 
 
-def serves_any_size(kind: str, backend: str, device: str) -> bool:
-    """Tell whether live weights serve sizes that an engine was not built for, so that no size runs native."""
+def serves_live(kind: str, backend: str, device: str) -> bool:
+    """Tell whether live weights serve a network without an engine, and sizes that its engine was not built for."""
     try:
         return kind not in VAES and any(one.runs_live_weights for one in usable_backends(backend, torch.device(device)))
-    except (Unavailable, RuntimeError):  # as above
+    except (Unavailable, RuntimeError):  # as in ``seconds``
         return False

@@ -20,10 +20,9 @@ from ..backends import backends
 from ..comfy_model.comfyui_internals import Feature, switched_off
 from ..engine_library.safe_files import NOTES, read_json
 from ..sessions.session import open_sessions
-from . import warming
 from .http import PREFIX, Refused, answer, changes, reads
 from .http import read_json as read_body
-from .warming import NotWarmed, Warming
+from .own_prompts import WAITING, WARM_NOW, WARMING, NotRun, Warming, for_warming
 
 log = logging.getLogger(__name__)
 
@@ -66,7 +65,7 @@ async def _start(_app: web.Application) -> None:
 async def _ready(_request: web.Request) -> web.Response:
     """Answer 200 when the server is warm, else 503, with the data that docs/serving.md lists."""
     found = list(_warmed.values())
-    waits_for = [one.text or f"{one.name} is {one.state}." for one in found if one.state != warming.WARM_NOW]
+    waits_for = [one.text or f"{one.name} is {one.state}." for one in found if one.state != WARM_NOW]
     facts = await _recent_facts([one.state for one in found])
     state = {"ready": not waits_for, "waits_for": waits_for, "warmed": [asdict(one) for one in found], **facts}
     return answer(state, 503 if waits_for else 200)
@@ -92,11 +91,11 @@ async def _warm(request: web.Request) -> web.Response:
     if name not in _warmed and len(_warmed) >= MAX_WARMED:
         raise Refused(409, f"This server was warmed for {MAX_WARMED} workflows; use the name of one of them again.")
     before = _warmed.get(name)
-    if before is not None and before.state in (warming.WAITING, warming.WARMING):
+    if before is not None and before.state in (WAITING, WARMING):
         raise Refused(409, f"{name} is {before.state} already; ask again when it has ended, or use another name.")
     try:
-        checked = await warming.checked(data.get("workflow"))
-    except NotWarmed as error:
+        checked = await for_warming(data.get("workflow"))
+    except NotRun as error:
         raise Refused(400, f"The workflow was refused, so nothing was done: {error}") from None
     order = _warmed[name] = Warming(name)
     _in_background(_noted(order, _in_turn(order, *checked)))
@@ -105,28 +104,28 @@ async def _warm(request: web.Request) -> web.Response:
 
 async def _from_file(order: Warming) -> None:
     if why := switched_off(NEEDED):
-        raise NotWarmed(why[0])
+        raise NotRun(why[0])
     async with _turns:
         try:
             workflow = await asyncio.to_thread(read_json, Path(order.name).absolute(), NOTES)
         except (OSError, ValueError) as error:
-            raise NotWarmed(f"The file cannot be read ({error}); correct {VARIABLE}.") from None
-        await warming.run(order, *await warming.checked(workflow))
+            raise NotRun(f"The file cannot be read ({error}); correct {VARIABLE}.") from None
+        await order.run(*await for_warming(workflow))
 
 
 async def _in_turn(order: Warming, prompt_id: str, prompt: dict[str, Any], outputs: list[str]) -> None:
     async with _turns:
-        await warming.run(order, prompt_id, prompt, outputs)
+        await order.run(prompt_id, prompt, outputs)
 
 
 async def _noted(order: Warming, work: Awaitable[None]) -> None:
     try:
         await work
-    except NotWarmed as error:
-        warming.fail(order, str(error))
+    except NotRun as error:
+        order.fail(str(error))
     except Exception as error:
         log.exception("Hybrid TRT: warming failed")
-        warming.fail(order, f"Hybrid TRT failed ({type(error).__name__}); see the log.")
+        order.fail(f"Hybrid TRT failed ({type(error).__name__}); see the log.")
 
 
 def _in_background(work: Awaitable[None]) -> None:

@@ -45,7 +45,7 @@ def library(folder: Path | None, comfyui: Path | None) -> Library:
             "No ComfyUI was found, so it is not known where the engines are. Give --comfyui or --library, or set "
             "COMFYUI_PATH."
         )
-    roots = [folder] if folder is not None else _library_folders()
+    roots = [folder] if folder is not None else library_folders()
     hash_cache.use(roots[0])
     return Library(roots)
 
@@ -171,6 +171,17 @@ def load(kind: str, name: str, precision: str, target: torch.device) -> NativeNe
         raise Unusable(f"{why}; check the file and the option.") from error
 
 
+def limits() -> list[str]:
+    """Return sentences on what this ComfyUI is not used for."""
+    import torch
+    from comfy.cli_args import args
+
+    from ...comfy_model.comfyui_internals import switched_off
+
+    args.cpu = args.cpu or not torch.cuda.is_available()
+    return switched_off()
+
+
 def _path(kind: str, name: str) -> str:
     if Path(name).is_file():
         return str(Path(name).absolute())
@@ -198,7 +209,8 @@ def _folder_paths() -> ModuleType:
     return folder_paths
 
 
-def _library_folders() -> list[Path]:
+def library_folders() -> list[Path]:
+    """Return the folders of the library. Builds go to the first; folders of extra_model_paths.yaml come before ours."""
     paths = _folder_paths()
     paths.add_model_folder_path(FOLDER_KEY, str(Path(paths.models_dir) / FOLDER_KEY))
     return [Path(folder) for folder in paths.get_folder_paths(FOLDER_KEY)]

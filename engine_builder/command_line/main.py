@@ -17,7 +17,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
-from contextlib import redirect_stdout
+from contextlib import closing, redirect_stdout
 from pathlib import Path
 from types import TracebackType
 
@@ -30,7 +30,8 @@ from ...engine_library import BuildError, Library, LibraryError, Unavailable, fl
 from ...engine_library.disk import free_bytes, gigabytes
 from ...engine_library.gpu import gpu_of
 from ...engine_library.inventory import Entry, delete, entries, select, verify
-from . import comfyui, doctor, workflows
+from ..doctor import KeptWarnings, Place, report
+from . import comfyui, workflows
 
 BAR_WIDTH = 24
 REDRAW_SECONDS = 0.1
@@ -214,8 +215,19 @@ def _fleet_key(options: argparse.Namespace) -> int:
 
 
 def _doctor(options: argparse.Namespace) -> int:
-    with redirect_stdout(sys.stderr):
-        found = doctor.examined(options)
+    """Print the report for support, whatever is missing: ComfyUI, torch, a GPU or the library."""
+    root = library = None
+    lost: list[str] = []
+    with redirect_stdout(sys.stderr), closing(KeptWarnings()) as warnings:
+        try:
+            root = comfyui.find(options.comfyui)
+            library = comfyui.library(options.library, root)
+        except Exception as error:  # also what ComfyUI raises where its packages are missing
+            lost.append(f"{error}" if isinstance(error, comfyui.Unusable) else f"{type(error).__name__}: {error}")
+            library = None if options.library is None else Library([options.library])
+        limits = None if root is None or lost else comfyui.limits
+        place = Place(root, library, lambda: comfyui.device(options.device), limits=limits, lost=lost)
+        found = report(place, lambda: warnings.lines)
     _print_json(found)
     return 0
 

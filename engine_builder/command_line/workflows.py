@@ -64,7 +64,7 @@ def built(options: Namespace, tell: Callable[[str, float], None]) -> tuple[dict[
         raise WorkflowError(f"{source} needs no engine: no model in it leads to a sampler.")
     for node in engines:
         prompt[node]["inputs"].update(_settings(options))
-    states = importlib.import_module(f"{package}.page_api.graph_builds").build_graph(prompt, tell)
+    states = importlib.import_module(f"{package}.page_api.own_prompts").build_graph(prompt, tell)
     found = [{"node": node, **{name: one[name] for name in ("input", "label", "state", "text")},
               "engines": (one["engine"] or {}).get("names", [])}
              for node, state in states.items() for one in (state, *state.get("others", ()))]  # fmt: skip

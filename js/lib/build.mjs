@@ -6,14 +6,14 @@ import { Look } from "./look.mjs";
 import { applyPreset } from "./presets.mjs";
 import { LIVE } from "./panel_words.mjs";
 import { request } from "./server.mjs";
+import { said } from "./server_zh.mjs";
 import { t } from "./texts.mjs";
-import { changedUses, isSame, usesOf, wantedUses } from "./uses.mjs";
-import { isMissing } from "./workflow.mjs";
+import { changedUses, isMissing, isSame, usesOf, wantedUses } from "./workflow.mjs";
 import { BUSY, duration, errorOf, lacksSizes, size } from "./words.mjs";
 
 /** Where a prompt carries its order, which the server's `build_orders` reads. */
 const ORDER = "hybrid_trt_build";
-/** Seconds of builds in a row after which nobody may be looking: the end is told until somebody closes the message. */
+/** Seconds of builds in a row after which nobody may be looking: the message of the end stays until somebody closes it. */
 const LONG = 20;
 
 export class Builder {
@@ -26,10 +26,10 @@ export class Builder {
         this.tracker = tracker;
         this.toast = toast;
         this.inSight = inSight;
-        this.told = new Set(); // jobs whose end was told
-        this.ours = new Set(); // keys of what was ordered or heard of here, whose end is told although the workflow was left
+        this.announced = new Set(); // jobs whose end was shown
+        this.ours = new Set(); // keys of what was ordered or heard of here: its end is shown although the workflow was left
         this.sent = new WeakMap(); // node -> the last prompt that this page sent for it
-        this.together = new Set(); // jobs that were cancelled by one press, which is told once
+        this.together = new Set(); // jobs that one press cancelled, for which one message is shown
         this.alive = new Map(); // id -> label of the builds that wait or run
         this.row = { since: 0, done: 0 }; // the builds that follow each other without a pause
         this.ended = new Map(); // prompts that ended while the answer with their id was under way
@@ -206,7 +206,7 @@ export class Builder {
         view.show(changedUses(view.state, (use) => (keys.includes(use.key) ? { ...use, state: "failed", text, job: null } : use)));
     }
 
-    /** The server is there again; builds that it knows no more are told. */
+    /** The server is there again; a message names the builds that it has lost. */
     async reconnected() {
         if (!this.alive.size) return;
         const known = (await request(this.tracker.api, "/builds")).map(({ id }) => id);
@@ -215,7 +215,7 @@ export class Builder {
         if (lost.length) this.toast("warn", t("lostToast"), t("lostText", { labels: lost.map(([, label]) => label).join(", ") }));
     }
 
-    /** A job has changed; its end is told once. */
+    /** A job has changed; its end is shown once. */
     async hear(job) {
         const alive = LIVE.includes(job.state);
         if (alive && !this.alive.size) this.row = { since: Date.now() - 1000 * (job.seconds ?? 0), done: 0 };
@@ -224,11 +224,11 @@ export class Builder {
         const views = this.tracker.hear(job);
         if (views.length) for (const key of job.keys) this.ours.add(key);
         const ours = job.keys.some((key) => this.ours.has(key));
-        if (!["done", "failed", "cancelled"].includes(job.state) || this.told.has(job.id) || !ours) return;
-        this.told.add(job.id);
+        if (!["done", "failed", "cancelled"].includes(job.state) || this.announced.has(job.id) || !ours) return;
+        this.announced.add(job.id);
         for (const key of job.keys) this.ours.delete(key);
         await this.tracker.refresh();
-        if (job.state === "failed") this.#tellFailure(this.tracker.waitingFor(job), job.message, stays);
+        if (job.state === "failed") this.#tellFailure(this.tracker.waitingFor(job), said(job.message), stays);
         if (job.state === "cancelled" && !this.together.has(job.id)) this.toast("info", t("cancelledToast"), job.label);
         const engine = job.state === "done" && (this.#engineOf(job) ?? await this.#inLibrary(job));
         if (engine) {
@@ -264,7 +264,7 @@ export function refusal(prompt, ids = [], answer, titles) {
     return errors.length ? promptError({ node_errors: Object.fromEntries(errors) }, titles) : "";
 }
 
-/** Why a prompt failed while it ran; an error without a word is told by its kind. */
+/** Why a prompt failed while it ran; an error without a word is named by its kind. */
 export function runError({ node_type: node, exception_type: kind, exception_message: message }) {
     return `${node}: ${String(message ?? "").trim() || kind}`;
 }

@@ -12,7 +12,7 @@ export function showText(title, lines, end = true) {
     text.tabIndex = 0; // so that keys can scroll it
     const copy = button("copy", async () => { copy.textContent = t(await copied(text) ? "copied" : "copyFailed"); });
     const close = button("close", () => dialog.close());
-    dialog.append(text, buttons(copy, close));
+    dialog.append(text, make("div", "hybrid-trt-buttons", copy, close));
     dialog.showModal();
     close.focus();
     if (end) text.scrollTop = text.scrollHeight;
@@ -31,7 +31,7 @@ export function confirm({ title, text, yes, danger = false }) {
         const no = button("no", () => end(false)), act = button("", () => end(true));
         act.textContent = yes;
         act.classList.toggle("hybrid-trt-danger", danger);
-        dialog.append(buttons(no, act));
+        dialog.append(make("div", "hybrid-trt-buttons", no, act));
         dialog.showModal();
         no.focus();
     });
@@ -80,10 +80,4 @@ async function copied(element) {
         getSelection().selectAllChildren(element);
         return document.execCommand("copy");
     }
-}
-
-function buttons(...made) {
-    const row = make("div", "hybrid-trt-buttons");
-    row.append(...made);
-    return row;
 }

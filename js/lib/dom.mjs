@@ -5,14 +5,17 @@ import { t } from "./texts.mjs";
 /**
  * @param {string} tag
  * @param {string} [name] its class
- * @param {string} [text]
+ * @param {(string | Element)[]} content texts and elements in it
  */
-export function make(tag, name = "", text = undefined) {
-    const part = document.createElement(tag);
-    if (name) part.className = name;
-    if (text !== undefined) part.textContent = text;
-    return part;
+export function make(tag, name = "", ...content) {
+    const made = document.createElement(tag);
+    if (name) made.className = name;
+    made.append(...content);
+    return made;
 }
+
+/** A new element in another one. */
+export const part = (parent, tag, name) => parent.appendChild(make(tag, name));
 
 /**
  * A button with a text of `texts.mjs`.

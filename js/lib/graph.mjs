@@ -75,7 +75,7 @@ export function buildPrompt(prompt, ids) {
     return part;
 }
 
-/** Whether another pack may wire nodes of a graph while ComfyUI queues, and only then: those nodes tell by their names. */
+/** Whether another pack may wire nodes of a graph while ComfyUI queues, and only then: such nodes are known by their names. */
 export function isWiredLater(graph) {
     return Boolean(graph?.nodes?.some(({ type }) => /everywhere/i.test(type)));
 }

@@ -47,8 +47,7 @@ export class Live {
         this.starts = [button("liveWebcam", () => this.start("webcam")), button("liveScreen", () => this.start("screen"))];
         this.stops = button("liveStop", () => this.stop());
         this.controls = new LiveControls((message) => this.link?.tell(message));
-        const row = make("div", "hybrid-trt-row");
-        row.append(...this.starts, this.stops);
+        const row = make("div", "hybrid-trt-row", ...this.starts, this.stops);
         this.element.append(row, this.controls.size, this.words, this.picture, this.pace, this.camera.preview, this.controls.element);
         this.#say("", t("liveHint"));
         this.#show(false);
@@ -119,7 +118,7 @@ export class Live {
         this.controls.show(settings);
         this.#say("good", t("liveRuns"));
         this.loop ??= setInterval(() => this.#look(), LOOK);
-        this.teller ??= setInterval(() => { this.pace.textContent = this.link ? t("livePace", rounded(this.link.pace.told(performance.now()))) : ""; }, TELL);
+        this.teller ??= setInterval(() => { this.pace.textContent = this.link ? t("livePace", rounded(this.link.pace.figures(performance.now()))) : ""; }, TELL);
     }
 
     async #look() {

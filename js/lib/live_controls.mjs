@@ -49,13 +49,13 @@ export class LiveControls {
     }
 
     #slider(label, value, [min, max, step], change) {
-        const input = Object.assign(make("input"), { type: "range", min, max, step }), told = make("output", "", String(value));
+        const input = Object.assign(make("input"), { type: "range", min, max, step }), shown = make("output", "", String(value));
         input.value = value;
         input.addEventListener("input", () => {
-            told.textContent = input.value;
+            shown.textContent = input.value;
             change(Number(input.value));
         });
-        return labelled(label, input, told);
+        return labelled(label, input, shown);
     }
 
     #seed(value) {
@@ -82,7 +82,7 @@ export class LiveControls {
     }
 }
 
-/** The side of a frame that is nearest to a number, of those that are allowed. */
+/** The allowed side of a frame that is nearest to a number. */
 export function side(value) {
     const { min, max, step } = SIDES;
     return Math.min(max, Math.max(min, step * Math.round(Number(value) / step)));
@@ -90,8 +90,7 @@ export function side(value) {
 
 /** An input with its name before it, and more behind. */
 function labelled(text, input, ...more) {
-    const label = make("label", "hybrid-trt-live-setting");
-    label.append(make("span", "", text), input, ...more);
+    const label = make("label", "hybrid-trt-live-setting", make("span", "", text), input, ...more);
     input.setAttribute("aria-label", text); // what else is in the label is no part of its name
     return label;
 }

@@ -4,7 +4,7 @@ import { isLink } from "./graph.mjs";
 import { STREAM } from "./node_names.mjs";
 import { request } from "./server.mjs";
 
-/** Frames that are under way at most, besides those that the stream keeps: one that is computed, and one that waits. */
+/** Frames that are under way at most, besides the frames that the stream keeps: one in work, and one that waits. */
 const UNDER_WAY = 2;
 /** Milliseconds after which a frame without an answer counts as lost. */
 const LOST = 3000;
@@ -46,7 +46,7 @@ export class Pace {
     }
 
     /** Pictures a second over the last two, the times between pictures that half and 99 % keep, and the usual delay. */
-    told(now) {
+    figures(now) {
         const between = this.came.slice(1).map((time, i) => time - this.came[i]), recent = this.came.filter((time) => now - time < 2000);
         const span = recent.length > 1 ? recent.at(-1) - recent[0] : 0;
         return { fps: span ? 1000 * (recent.length - 1) / span : 0, p50: quantile(between, 0.5), p99: quantile(between, 0.99), delay: quantile(this.delays, 0.5) };

@@ -27,7 +27,7 @@ export class Look {
     }
 
     /**
-     * An API prompt with all links, all values of the nodes that some depend on, and the sizes that the others ask for.
+     * An API prompt with all links, all values of the nodes that some depend on, and the sizes that the other nodes ask for.
      * @param {string[]} ids
      * @returns {Record<string, {class_type: string, inputs: Record<string, any>}>}
      */

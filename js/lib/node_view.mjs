@@ -1,11 +1,11 @@
 // What an engine node shows below its settings: the button and a status with bar, text and "show log".
 
 import { badge, drawBadges } from "./badges.mjs";
+import { part } from "./dom.mjs";
 import { isWiredLater } from "./graph.mjs";
-import { switchedOff } from "./off.mjs";
-import { part, StatusBox } from "./status_box.mjs";
+import { StatusBox } from "./status_box.mjs";
 import { t } from "./texts.mjs";
-import { BUSY, buttonLabel, describe, lacksSizes } from "./words.mjs";
+import { BUSY, buttonLabel, describe, lacksSizes, switchedOff } from "./words.mjs";
 
 export class NodeView {
     /**

@@ -55,8 +55,7 @@ export class Panel {
         });
         this.rows = new EngineRows({ select: (name, on) => this.#select([name], on), entries: (engine) => actions.entries(engine) });
         this.none = make("div", "hybrid-trt-none");
-        this.root = make("div", "hybrid-trt-panel");
-        this.root.append(this.header.element, this.builds.element, this.rows.element, this.none);
+        this.root = make("div", "hybrid-trt-panel", this.header.element, this.builds.element, this.rows.element, this.none);
         element.replaceChildren(this.root);
         this.waiting();
         for (const [event, act] of Object.entries(this.heard)) this.api.addEventListener(event, act);
@@ -98,7 +97,7 @@ export class Panel {
         if (this.root) this.draw();
     }
 
-    /** The workflow's nodes, or those that wait for their models, may be others. */
+    /** The workflow has other nodes now, or other nodes wait for their models. */
     waiting() {
         if (this.root) this.#drawJobs();
         if (this.root) this.header.offer.hidden = !this.page.offers?.(); // for a workflow that has an engine node
@@ -142,8 +141,7 @@ export class Panel {
         this.why = why;
         if (this.none.dataset.why === shown) return;
         this.none.dataset.why = shown;
-        const steps = make("ol", "");
-        steps.append(...[...begins, "begin2", "begin3"].map((key) => make("li", "", t(key))));
+        const steps = make("ol", "", ...[...begins, "begin2", "begin3"].map((key) => make("li", "", t(key))));
         const begin = [make("strong", "", t("empty")), steps, ...(this.page.templates ? [button("beginTemplates", this.page.templates)] : [])];
         this.none.replaceChildren(...({ empty: begin, noMatch: [make("p", "hybrid-trt-quiet", t("noMatch"))] }[why] ?? []));
     }
@@ -203,7 +201,7 @@ class PanelActions {
         this.#tell("info", t(found ? "rebuildStarted" : "rebuildWhere", { label: engine.label, node }));
     }
 
-    /** Delete engines once that is confirmed; one that cannot be deleted does not keep the others. */
+    /** Delete engines once that is confirmed; an engine that cannot be deleted does not keep the other ones. */
     async delete(engines) {
         if (!engines.length || !(await confirm(deleteQuestion(engines)))) return;
         const gone = [];
@@ -227,7 +225,7 @@ class PanelActions {
         return this.attempt(what, () => request(this.api, route, { method: "POST" }));
     }
 
-    /** Do something, named by a text's key; what it throws is told. */
+    /** Do something, named by a text's key; what it throws becomes a message. */
     async attempt(what, act) {
         try {
             await act();
@@ -259,21 +257,16 @@ class PanelHeader {
         this.filter.setAttribute("aria-label", t("filter"));
         this.filter.addEventListener("input", actions.draw);
         this.filter.addEventListener("keydown", (event) => event.stopPropagation());
-        this.sort = make("select");
+        this.sort = make("select", "", ...SORT_KEYS.map((key) => Object.assign(make("option", "", t(key)), { value: key })));
         this.sort.setAttribute("aria-label", t("sort"));
-        this.sort.append(...SORT_KEYS.map((key) => Object.assign(make("option", "", t(key)), { value: key })));
         this.sort.addEventListener("change", actions.draw);
-        this.find = make("div", "hybrid-trt-row");
-        this.find.append(this.filter, this.sort);
-        const tools = make("div", "hybrid-trt-row");
+        this.find = make("div", "hybrid-trt-row", this.filter, this.sort);
         this.offer = button("accelerate", actions.accelerate);
-        tools.append(button("refresh", actions.refresh), this.offer);
-        const title = make("div", "hybrid-trt-row hybrid-trt-between");
-        title.append(make("h3", "", t("panel")), button("doctor", actions.doctor));
-        this.element = make("header", "hybrid-trt-panel-head");
-        this.outdated = make("div", "hybrid-trt-row hybrid-trt-between");
-        this.outdated.append(make("span", "hybrid-trt-quiet"), button("deleteEngine", actions.deleteOutdated));
-        this.element.append(title, this.use, this.outdated, this.find, tools, this.#selection(actions));
+        const tools = make("div", "hybrid-trt-row", button("refresh", actions.refresh), this.offer);
+        const between = (...parts) => make("div", "hybrid-trt-row hybrid-trt-between", ...parts);
+        const title = between(make("h3", "", t("panel")), button("doctor", actions.doctor));
+        this.outdated = between(make("span", "hybrid-trt-quiet"), button("deleteEngine", actions.deleteOutdated));
+        this.element = make("header", "hybrid-trt-panel-head", title, this.use, this.outdated, this.find, tools, this.#selection(actions));
         this.showOutdated([]);
         this.bar.hidden = true; // until it is known what there is
     }
@@ -288,7 +281,7 @@ class PanelHeader {
         this.find.hidden = this.bar.hidden = !all.count;
         this.all.checked = chosen.shown > 0 && chosen.shownSelected === chosen.shown;
         this.all.indeterminate = chosen.shownSelected > 0 && !this.all.checked;
-        this.told.textContent = chosen.count ? t("selected", { count: chosen.count, size: size(chosen.bytes) }) : t("selectAll");
+        this.count.textContent = chosen.count ? t("selected", { count: chosen.count, size: size(chosen.bytes) }) : t("selectAll");
         this.delete.hidden = !chosen.count;
     }
 
@@ -300,16 +293,13 @@ class PanelHeader {
     }
 
     #selection(actions) {
-        this.bar = make("div", "hybrid-trt-row hybrid-trt-selection");
-        const label = make("label", "hybrid-trt-row");
         this.all = make("input");
         this.all.type = "checkbox";
         this.all.addEventListener("change", () => actions.selectShown(this.all.checked));
-        this.told = make("span", "hybrid-trt-quiet");
-        label.append(this.all, this.told);
+        this.count = make("span", "hybrid-trt-quiet");
         this.delete = button("deleteSelected", actions.deleteSelected);
         this.delete.classList.add("hybrid-trt-danger");
-        this.bar.append(label, this.delete);
+        this.bar = make("div", "hybrid-trt-row hybrid-trt-selection", make("label", "hybrid-trt-row", this.all, this.count), this.delete);
         return this.bar;
     }
 }
@@ -360,8 +350,7 @@ class EngineRows {
         box.type = "checkbox";
         box.setAttribute("aria-label", t("select", { name }));
         box.addEventListener("change", () => this.actions.select(engine.name, box.checked));
-        const text = make("div", "hybrid-trt-two-lines");
-        text.append(make("strong", "", words.title), make("div", "hybrid-trt-quiet", words.meta));
+        const text = make("div", "hybrid-trt-two-lines", make("strong", "", words.title), make("div", "hybrid-trt-quiet", words.meta));
         const menu = make("button", "hybrid-trt-more", "⋯");
         menu.type = "button";
         menu.setAttribute("aria-label", t("menuOf", { name }));

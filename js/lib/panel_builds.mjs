@@ -11,9 +11,8 @@ export class JobCards {
     constructor(actions) {
         this.actions = actions;
         this.element = make("div", "hybrid-trt-panel-builds");
-        this.head = make("div", "hybrid-trt-row hybrid-trt-between");
         this.clear = button("clearFinished", actions.clear);
-        this.head.append(make("h4", "", t("builds")), this.clear);
+        this.head = make("div", "hybrid-trt-row hybrid-trt-between", make("h4", "", t("builds")), this.clear);
         this.cards = new Map(); // job id -> its card, kept while it is shown: progress takes no button away
     }
 
@@ -33,10 +32,8 @@ export class JobCards {
     }
 
     #made(job) {
-        const element = card(tone(job.state)), row = make("div", "hybrid-trt-row");
         const cancel = button("cancel", () => this.actions.cancel(job)), log = button("log", () => this.actions.log(job));
-        row.append(cancel, log);
-        element.append(row);
+        const row = make("div", "hybrid-trt-row", cancel, log), element = card(tone(job.state), row);
         return { element, row, cancel, log };
     }
 
@@ -51,8 +48,8 @@ export class JobCards {
     }
 }
 
-function card(colour) {
-    const made = make("div", "hybrid-trt-card");
+function card(colour, ...content) {
+    const made = make("div", "hybrid-trt-card", ...content);
     made.dataset.tone = colour;
     return made;
 }

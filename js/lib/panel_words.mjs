@@ -46,7 +46,7 @@ export function grouped(engines, order) {
 }
 
 /**
- * An engine's row: two lines, and what is told when somebody asks for more.
+ * An engine's row: two lines, and details for who asks for more.
  * @param {string} [order] how the list is sorted: what it goes by is shown
  * @returns {{title: string, meta: string, details: string[]}}
  */
@@ -66,7 +66,7 @@ export function engineRow(engine, order = "") {
     };
 }
 
-/** What an engine is for: first what only it has among those of its model, since long lines are cut. */
+/** What an engine is for: first what only it has among its model's engines, since long lines are cut. */
 const profileOf = ({ changes, profile }) => [changes, profile].filter(Boolean).map(said).join(", ");
 
 /** When an engine served last: the day in a row, the minute where there is room. */

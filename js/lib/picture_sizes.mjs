@@ -3,7 +3,6 @@
 // the page would take what follows from the graph for edits, which undo takes back and Auto does again.
 
 import { applyPreset, follow, presetName, presetOf, PRESETS, sameSizes, sizesOf } from "./presets.mjs";
-import { mendValues, putValues } from "./saved_values.mjs";
 import { t } from "./texts.mjs";
 import { imageCount, pixels } from "./words.mjs";
 
@@ -15,18 +14,17 @@ export class PictureSizes {
     /**
      * @param {any} node
      * @param {() => void} changed called after the numbers were set
-     * @param {(sizes: PictureSizes) => void} toAll gives this node's choice to the others of its sampler
-     * @param {Map<string, Record<string, number>>} followed Auto's numbers of all nodes, for those that the page makes anew
+     * @param {(sizes: PictureSizes) => void} toAll gives this node's choice to the other nodes of its sampler
+     * @param {Map<string, Record<string, number>>} followed Auto's numbers of all nodes, for nodes that the page makes anew
      */
     constructor(node, changed, toAll, followed = new Map()) {
         this.node = node;
         this.changed = changed;
         this.toAll = toAll;
         this.followed = followed;
-        /** @type {{fits?: any, asked?: any, auto?: any, pictures?: any[]}} what the server last told, see its `picture_fit` */
-        this.told = {};
+        /** @type {{fits?: any, asked?: any, auto?: any, pictures?: any[]}} what the server last sent, see its `picture_fit` */
+        this.sent = {};
         this.outside = {}; // numbers that a subgraph's node shows and sends in the place of the node's own
-        this.defaults = Object.fromEntries(node.widgets.map(({ name, value }) => [name, value]));
         this.widget = node.addWidget("combo", "size_preset", "", (value) => this.#picked(value), { values: [], serialize: false });
         Object.assign(this.widget, { serialize: false, label: t("presetLabel"), tooltip: t("presetHint") });
         this.widget.incrementValue = this.widget.decrementValue = (click) => openList(this.widget, click);
@@ -34,10 +32,7 @@ export class PictureSizes {
         widgets.splice(first, 0, widgets.pop());
         foldOnCanvas(node);
         for (const size of widgets.filter(({ name }) => name in PRESETS[AUTO])) follow(size, "callback", () => this.#typed());
-        follow(node, "onConfigure", (saved) => {
-            mendValues(node.widgets, saved, PRESETS[AUTO], this.defaults);
-            this.#loaded();
-        });
+        follow(node, "onConfigure", () => this.#loaded());
         follow(node, "onSerialize", (saved) => this.#save(saved));
         this.#loaded();
     }
@@ -54,18 +49,18 @@ export class PictureSizes {
     }
 
     /**
-     * Learn what the server tells of the node's sizes; Auto follows it once.
+     * Learn what the server sends on the node's sizes; Auto follows it once.
      * The page may change a number without calling its widget, so its value is looked at.
      * @param {Record<string, number>} outside see `numbersFromOutside`
      */
-    know(told = this.told, outside = {}) {
-        const before = JSON.stringify([this.told, this.outside]), isNew = told !== this.told;
-        this.told = told;
+    know(sent = this.sent, outside = {}) {
+        const before = JSON.stringify([this.sent, this.outside]), isNew = sent !== this.sent;
+        this.sent = sent;
         this.outside = outside;
         if (!sameSizes(sizesOf(this.node), this.known)) this.#typed();
-        else if (isNew && this.choice === AUTO && told.auto) this.#follow(told.auto);
-        if (before === JSON.stringify([told, outside])) return;
-        this.#hide(Boolean(told.every));
+        else if (isNew && this.choice === AUTO && sent.auto) this.#follow(sent.auto);
+        if (before === JSON.stringify([sent, outside])) return;
+        this.#hide(Boolean(sent.every));
         this.#show();
     }
 
@@ -74,7 +69,7 @@ export class PictureSizes {
         this.node.properties ??= {};
         if (key === AUTO || key === CUSTOM) this.node.properties[CHOSEN] = key;
         else delete this.node.properties[CHOSEN];
-        this.#set(key === AUTO ? { ...numbers, ...this.told.auto, max_tokens: 0 } : numbers ?? sizesOf(this.node));
+        this.#set(key === AUTO ? { ...numbers, ...this.sent.auto, max_tokens: 0 } : numbers ?? sizesOf(this.node));
         this.#show();
         this.changed();
     }
@@ -100,7 +95,7 @@ export class PictureSizes {
     }
 
     #autoName() {
-        const { fits, pictures: [picture] = [] } = this.told;
+        const { fits, pictures: [picture] = [] } = this.sent;
         if (picture) return t("sizesAuto", { size: pixels({ ...picture, images: 1 }), count: imageCount(picture.images) });
         return fits?.family ? t("presetFitOf", fits) : t("sizesAutoFit");
     }
@@ -108,7 +103,7 @@ export class PictureSizes {
     #customName() {
         const sizes = { ...sizesOf(this.node), ...this.outside };
         const given = Object.entries(sizes).filter(([, size]) => size > 0);
-        const numbers = { ...sizes, ...this.told.asked, ...Object.fromEntries(given) };
+        const numbers = { ...sizes, ...this.sent.asked, ...Object.fromEntries(given) };
         return t("presetOwn", { ...numbers, count: imageCount(numbers.max_images) });
     }
 
@@ -163,7 +158,7 @@ export class PictureSizes {
         this.known = sizesOf(this.node);
         const before = this.followed.get(this.#place);
         if (before && sameSizes(this.known, PRESETS[AUTO]) && this.choice === AUTO) this.#write(before);
-        this.told = { fits: this.told.fits };
+        this.sent = { fits: this.sent.fits };
         this.#show();
     }
 
@@ -207,4 +202,22 @@ function foldOnCanvas(node) {
     node.getLayoutWidgets = function () {
         return getLayoutWidgets.call(this).filter((widget) => !widget.advanced || this.showAdvanced);
     };
+}
+
+/** Whether a workflow has a value of a widget. */
+const isSaved = ({ serialize }) => serialize !== false;
+
+/**
+ * Close the holes that widgets which are not saved leave, and replace some values.
+ * Pages up to 1.52 leave a hole for each such widget. Later pages leave none.
+ * @param {{name: string, serialize?: boolean}[]} widgets the node's
+ * @param {{widgets_values?: any[], widgets_values_named?: Record<string, any>}} saved the node as the page saves it
+ * @param {Record<string, any>} replaced new values by the names of their widgets
+ */
+export function putValues(widgets, saved, replaced) {
+    const values = saved.widgets_values, without = values.length === widgets.filter(isSaved).length;
+    const byPlace = without ? values : values.filter((_, place) => widgets[place] && isSaved(widgets[place]));
+    saved.widgets_values = widgets.filter(isSaved).map(({ name }, place) => replaced[name] ?? byPlace[place] ?? null);
+    const named = saved.widgets_values_named;
+    for (const name of Object.keys(replaced)) if (named && name in named) named[name] = replaced[name];
 }

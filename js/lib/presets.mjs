@@ -2,7 +2,7 @@
 
 import { t } from "./texts.mjs";
 
-/** Widget values by the choice's key; all 0 is what fits the model, which Auto begins with. The others are families' own. */
+/** Widget values by the choice's key; all 0 is what fits the model, which Auto begins with. Other choices are families' own. */
 export const PRESETS = {
     presetFit: { min_size: 0, opt_size: 0, max_size: 0, max_images: 0, max_tokens: 0 },
 };
@@ -36,7 +36,7 @@ export function presetOf(node) {
     return Object.keys(PRESETS).find((key) => sameSizes(sizesOf(node), PRESETS[key])) ?? null;
 }
 
-/** Whether two nodes have the same numbers, of those that both have: a VAE's node has no images and no tokens. */
+/** Whether two nodes agree in the numbers that both have: a VAE's node has no images and no tokens. */
 export function sameSizes(one, other) {
     if (!one || !other) return false;
     return Object.keys(PRESETS[AUTO]).every((name) => !(name in one && name in other) || one[name] === other[name]);
@@ -62,7 +62,7 @@ export function sizesOf(node) {
  * The numbers that a node is sent from outside: by a subgraph's node that shows its widget, or by a primitive.
  * @param {any} node
  * @param {Record<string, any>} inputs the node's inputs in the prompt
- * @returns {Record<string, number>} those that are known before the prompt runs
+ * @returns {Record<string, number>} numbers that are known before the prompt runs
  */
 export function numbersFromOutside(node, inputs) {
     const wired = (node.inputs ?? []).filter(({ link, widget }) => link != null && widget?.name in PRESETS[AUTO]);

@@ -1,5 +1,7 @@
 // Requests to the pack's routes. A refusal becomes an Error whose message is the server's sentence.
 
+import { said } from "./server_zh.mjs";
+
 export const PREFIX = "/hybrid_trt";
 const HEADERS = { "X-Hybrid-TRT": "1" };
 
@@ -21,6 +23,6 @@ export async function request(api, path, { method = "GET", json } = {}) {
     }
     const answer = await response.json().catch(() => ({}));
     const words = answer.error ?? `The server answered ${response.status} to ${path}; see its log.`;
-    if (!response.ok) throw Object.assign(new Error(words), { status: response.status });
+    if (!response.ok) throw Object.assign(new Error(said(words)), { status: response.status });
     return answer;
 }

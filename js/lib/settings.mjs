@@ -1,6 +1,7 @@
-// The pack's settings: what a new engine node starts with, and those of the library, which the server keeps.
+// The pack's settings: what a new engine node starts with, and the library's settings, which the server keeps.
 // Nodes of opened workflows keep what they were saved with.
 
+import { make } from "./dom.mjs";
 import { valueLabel } from "./labels.mjs";
 import { applyPreset, presetName, PRESETS } from "./presets.mjs";
 import { request } from "./server.mjs";
@@ -59,10 +60,9 @@ export function librarySettings(api) {
  * @param {string} text the key of its name for people; with "Hint" behind it, of what it means
  */
 function numberField(api, name, text) {
-    const field = document.createElement("input");
-    Object.assign(field, { type: "number", min: "0", step: "any", disabled: true });
+    const field = Object.assign(make("input"), { type: "number", min: "0", step: "any", disabled: true });
     field.setAttribute("aria-label", t(text));
-    const say = document.createElement("div");
+    const say = make("div");
     const show = (text, tone) => Object.assign(say, { textContent: text, className: "hybrid-trt-quiet" }).dataset.tone = tone;
     const exchange = async (options) => {
         try {
@@ -78,24 +78,16 @@ function numberField(api, name, text) {
         if (event.key !== "Escape") event.stopPropagation(); // no shortcut of the canvas; Escape closes the dialog
     });
     exchange();
-    return column(field, say);
+    return make("div", "hybrid-trt-setting", field, say);
 }
 
 /** The folders with engines, builds go to the first, and how to have another one. */
 function folderField(api) {
-    const folders = document.createElement("div"), say = document.createElement("div");
-    Object.assign(say, { textContent: t("folderHint"), className: "hybrid-trt-quiet" });
+    const folders = make("div");
     request(api, "/settings").then(
-        (answer) => folders.append(...answer.folders.map((path) => Object.assign(document.createElement("div"), { textContent: path }))),
+        (answer) => folders.append(...answer.folders.map((path) => make("div", "", path))),
         (failure) => { folders.textContent = failure.message; });
-    return column(folders, say);
-}
-
-function column(...parts) {
-    const made = document.createElement("div");
-    made.className = "hybrid-trt-setting";
-    made.append(...parts);
-    return made;
+    return make("div", "hybrid-trt-setting", folders, make("div", "hybrid-trt-quiet", t("folderHint")));
 }
 
 function librarySetting(id, name, draw) {

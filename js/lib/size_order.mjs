@@ -27,7 +27,7 @@ export function orderWords(node) {
 /**
  * Give a size that is out of order its last value back, and say why.
  * @param {any} node
- * @param {(words: string) => void} say is told nothing ("") by the next change that is right
+ * @param {(words: string) => void} say gets nothing ("") at the next change that is right
  */
 export function keepOrder(node, say) {
     let before = sizesOf(node);

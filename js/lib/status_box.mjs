@@ -1,11 +1,12 @@
 // The box in which a node says how things stand: a headline, what has room, and the rest under "Details". It is as high as what
 // it says, up to a limit, and its node grows and shrinks with it.
 
-import { fold } from "./fold.mjs";
+import { make, part } from "./dom.mjs";
 import { said } from "./server_zh.mjs";
 import { t } from "./texts.mjs";
 
 const MARGIN = 6, LEAST = 80, MOST = 156; // templates keep room for no more
+const STEP = 10; // letters by which a line is cut
 
 export class StatusBox {
     /**
@@ -16,8 +17,7 @@ export class StatusBox {
     constructor(node, name, type) {
         this.node = node;
         this.height = LEAST;
-        this.element = document.createElement("div");
-        this.element.className = "hybrid-trt-status";
+        this.element = make("div", "hybrid-trt-status");
         this.content = part(this.element, "div", "hybrid-trt-content");
         this.head = part(this.content, "div", "hybrid-trt-head");
         this.title = part(this.head, "span", "hybrid-trt-title");
@@ -48,16 +48,16 @@ export class StatusBox {
         this.title.textContent = said(title);
         this.lines.title = hint;
         this.summary.textContent = t("details");
-        this.told = lines.map(said);
+        this.texts = lines.map(said);
         this.#fold();
         this.node.setDirtyCanvas?.(true, true);
     }
 
     /** Show the lines that have room. A node that somebody made higher than its text has more; Vue nodes grow with it. */
     #fold() {
-        if (!this.told || this.details.open) return;
+        if (!this.texts || this.details.open) return;
         const room = Math.max(MOST, globalThis.LiteGraph?.vueNodesMode ? 0 : this.element.clientHeight);
-        fold(this.told, (shown, rest) => {
+        fold(this.texts, (shown, rest) => {
             this.lines.replaceChildren(...shown.map(row));
             this.rest.replaceChildren(...rest.map(row));
             this.details.hidden = !rest.length;
@@ -80,13 +80,22 @@ export class StatusBox {
     }
 }
 
-/** A new element in another one. */
-export function part(parent, tag, name) {
-    const made = document.createElement(tag);
-    made.className = name;
-    return parent.appendChild(made);
+/** The start of a text, cut between words. */
+function start(text, letters) {
+    const kept = text.slice(0, letters), space = kept.lastIndexOf(" ");
+    return `${kept.slice(0, space > letters / 2 ? space : letters).trimEnd()} …`;
 }
 
-function row(text) {
-    return Object.assign(document.createElement("div"), { textContent: text });
+/**
+ * Draw the lines that have room, and fold the rest. A line is cut only where it is the first and has no room alone.
+ * @param {string[]} lines
+ * @param {(shown: string[], rest: string[]) => boolean} draw draws, and tells whether that has room
+ */
+export function fold(lines, draw) {
+    for (let count = lines.length; count > 0; count -= 1) if (draw(lines.slice(0, count), lines.slice(count))) return;
+    for (let letters = (lines[0]?.length ?? 0) - STEP; letters > STEP; letters -= STEP)
+        if (draw([start(lines[0], letters)], lines)) return;
+    if (!lines.length) draw([], []);
 }
+
+const row = (text) => make("div", "", text);

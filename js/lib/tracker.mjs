@@ -5,7 +5,7 @@ import { engineNodes, isLink, isWired } from "./graph.mjs";
 import { Look } from "./look.mjs";
 import { numbersFromOutside } from "./presets.mjs";
 import { request } from "./server.mjs";
-import { changedUses, isSame, together, usesOf } from "./uses.mjs";
+import { changedUses, isSame, together, usesOf } from "./workflow.mjs";
 import { meaning } from "./words.mjs";
 
 const PATIENCE = 250;
@@ -25,9 +25,9 @@ export class Tracker {
         this.over = new Set(); // prompts that have ended or were taken back, which ComfyUI's queue may still hold
         /** @type {Map<any, {keys: string[], text: string}>} node -> why its last build could not even be ordered */
         this.failures = new Map();
-        /** @type {Map<any, number>} node -> when an event last told its state */
+        /** @type {Map<any, number>} node -> when an event last brought its state */
         this.heard = new Map();
-        this.jobs = new Set(); // that events have told of
+        this.jobs = new Set(); // that events have named
         /** @type {Set<() => void>} called when nodes may show something else */
         this.watchers = new Set();
         this.turn = 0; // of the last question
@@ -43,7 +43,7 @@ export class Tracker {
         return this.seen.found.map((node) => this.views.get(node)).filter(Boolean);
     }
 
-    /** Tell those who show several nodes at once that some may show something else. */
+    /** Call the watchers, which show several nodes at once: some nodes may show something else. */
     tell() {
         for (const watcher of this.watchers) watcher();
     }
@@ -103,8 +103,8 @@ export class Tracker {
         for (const [node, id] of queued) if (ids.has(node) || !orders[id]) this.asked.delete(node);
         for (const node of found) {
             if (this.heard.get(node) > started) continue; // the answer is older than the event
-            const told = (ids.get(node) ?? []).filter((id) => answer[id]);
-            const uses = told.flatMap((id) => usesOf(answer[id]).map((use) => ({
+            const there = (ids.get(node) ?? []).filter((id) => answer[id]);
+            const uses = there.flatMap((id) => usesOf(answer[id]).map((use) => ({
                 ...use, id, whenMissing: meaning(prompt[id].inputs.when_missing, use),
                 sizes: graphChanged && use.sizes ? { ...use.sizes, auto: null } : use.sizes,
                 outside: numbersFromOutside(node, prompt[id].inputs),

@@ -1,5 +1,6 @@
 // What a node's state reads like: pure functions from the server's answers to words and tones.
 
+import { BYPASSED, MUTED } from "./look.mjs";
 import { t } from "./texts.mjs";
 
 /** @typedef {{tone: string, title: string, lines: string[], fraction: number | null, badge: string, log: string | null, offer: string, hint: string}} View */
@@ -96,7 +97,7 @@ const SOON = { "build now": "soonNow", "build in background": "soonBackground" }
 const WHY = { lora: "whyLora", checkpoint: "whyCheckpoint", settings: "whySettings" };
 
 /**
- * What the next run will bring for a node without an engine: told before it, with the time that a build takes.
+ * What the next run will bring for a node without an engine, with the time that a build takes.
  * @param {{outlook?: {why: string, seconds: number | null, certain: boolean, live: boolean}, whenMissing?: string}} state
  * @returns {string} empty when there is nothing to say
  */
@@ -226,4 +227,30 @@ export function lacksSizes({ state, uncompiled, run }) {
 /** The button's text in a state. */
 export function buttonLabel(state) {
     return t(BUSY.includes(state) ? "cancel" : { ready: "rebuild", unchecked: "check", unwired: "buildUnwired" }[state] ?? "build");
+}
+
+/**
+ * What becomes of the picture when an engine node is switched off, which depends on the nodes behind it: what a muted or bypassed
+ * engine node says; amber where more is lost than speed.
+ * @param {any} node
+ * @returns {{text: string, tone: string}}
+ */
+export function switchedOff(node) {
+    if (![MUTED, BYPASSED].includes(node.mode)) return { text: t("offInside"), tone: "idle" };
+    const muted = { TRTControlNetEngine: "offMuted", TRTAccelerate: "offRefused", TRTVAEEngine: "offRefused" }[node.comfyClass];
+    if (muted && node.mode === MUTED) return { text: t(muted), tone: "warn" };
+    return { text: t("offHint"), tone: "idle" };
+}
+
+/** Begins lines of a build's log that ComfyUI writes in every process that starts. */
+const NOISE = [
+    /^Found comfy_kitchen backend /, /^Checkpoint files will /, /^Total VRAM /, /^pytorch version:/i, /^Set vram state to:/, /^Device: /,
+    /^Using .*attention/, /^(xformers|triton) version:/i, /^Enabled? .*(fp16 accumulation|pinned memory)/i, /^Could not enable /,
+    /^(Python|ComfyUI( frontend)?) version:/i, /^VAE dtype/, /^Using async weight offloading/, /^aimdo/i,
+];
+
+/** A build's log as people read it, and in the end why it failed, unless the log says that already. */
+export function logLines(log, message = "") {
+    const lines = log.filter((line) => !NOISE.some((noise) => noise.test(line)));
+    return !message || lines.at(-1)?.includes(message) ? lines : [...lines, "", message];
 }

@@ -1,4 +1,7 @@
-// What the engines of a whole workflow need: pure functions from its engine nodes' states to counts, shares and seconds.
+// What the engines of a node's uses, and of a whole workflow, need: pure functions from states to counts, shares and seconds.
+//
+// A node may want several engines: TRT Accelerate has one for each network, and a node in a subgraph that is used twice is
+// there twice. What these uses show together, the worst first.
 
 import { BUSY, isThere, lacksSizes } from "./words.mjs";
 
@@ -13,7 +16,7 @@ export function isMissing(node) {
 }
 
 /**
- * What engine nodes lack. Nodes that want the same engine count once; those that are off or unwired do not count, and those
+ * What engine nodes lack. Nodes that want the same engine count once; nodes that are off or unwired do not count, and nodes
  * that can have no engine (`unable`) are in no total. Some of the missing may be there: only a run tells (`unsure`).
  * @param {State[]} states
  * @returns {Needs} with the seconds until all are built; null when they are not known of each
@@ -33,7 +36,7 @@ export function needs(states) {
 
 /**
  * How much of some builds is done, by the seconds that each takes, or by their number where that is not known.
- * @param {State[]} states of the nodes that wait for them; those that wait no more are done
+ * @param {State[]} states of the nodes that wait for them; a node that waits no more is done
  * @param {Map<string, number>} weights node key -> seconds, kept from look to look
  */
 export function progress(states, weights) {
@@ -55,4 +58,43 @@ function distinct(states) {
 function left({ job, outlook }) {
     if (job?.expected > 0 && job.percent < 100) return Math.max(0, job.expected - (job.seconds ?? 0));
     return outlook?.seconds ?? null;
+}
+
+/** @typedef {State & {others?: State[]}} NodeState of a node's worst use, with the states of its other uses */
+
+/** What is under way comes first, for it can be cancelled; then what a build would mend. */
+const FIRST = ["building", "queued", "asked", "failed", "broken", "stale", "unchecked", "none", "unknown"];
+
+/** The states of all uses of a node that want different engines. */
+export function usesOf({ others = [], ...state }) {
+    return [state, ...others];
+}
+
+/** The state that a node shows, from the states of its uses. */
+export function together(uses) {
+    const sorted = [...uses].sort((a, b) => rank(a) - rank(b));
+    const [worst, ...others] = sorted.filter((use, i) => sorted.findIndex(({ key }) => key === use.key) === i);
+    return others.length ? { ...worst, others } : worst;
+}
+
+/** Whether two uses are of the same network at the same place. */
+export function isSame(one, other) {
+    return one.id === other.id && one.input === other.input;
+}
+
+/** A node's state after each use's has changed. */
+export function changedUses(state, change) {
+    return together(usesOf(state).map(change));
+}
+
+/** The uses that a press of the button builds for: uses that lack something, or else all. */
+export function wantedUses(state) {
+    const uses = usesOf(state), lacking = uses.filter((use) => isMissing(use) || use.misfit);
+    return lacking.length ? lacking : uses;
+}
+
+function rank(use) {
+    if (FIRST.includes(use.state)) return FIRST.indexOf(use.state) + (use.misfit ? 0 : 0.5);
+    const after = isMissing(use) ? 0 : use.state !== "ready" ? 1 : use.misfit || use.run?.native || use.job?.state === "failed" ? 2 : 3;
+    return FIRST.length + after;
 }

@@ -1,9 +1,8 @@
 // The engines of the open workflow in one place: what is missing, one button that builds it all, one bar, one cancel.
 
-import { arrange, make } from "./dom.mjs";
+import { arrange, make, part } from "./dom.mjs";
 import { t } from "./texts.mjs";
-import { usesOf } from "./uses.mjs";
-import { needs, progress } from "./workflow.mjs";
+import { needs, progress, usesOf } from "./workflow.mjs";
 import { about, BUSY, shortName } from "./words.mjs";
 
 /** Shown in the panel, with a line for each node, and on report nodes, without. */
@@ -16,17 +15,17 @@ export class WorkflowView {
     constructor(tracker, actions) {
         this.tracker = tracker;
         this.actions = actions;
-        this.batch = new Set(); // the keys of the builds that are waited for, and of those that ended meanwhile
+        this.batch = new Set(); // the keys of the builds that are waited for, and of builds that ended meanwhile
         this.weights = new Map();
         this.lines = new WeakMap(); // view -> its line
         this.element = make("div", "hybrid-trt-workflow");
-        this.head = this.element.appendChild(make("div", "hybrid-trt-title"));
-        this.progress = this.element.appendChild(make("div", "hybrid-trt-workflow-progress"));
-        this.bar = this.progress.appendChild(make("div", "hybrid-trt-bar")).appendChild(document.createElement("div"));
-        this.left = this.progress.appendChild(make("span", "hybrid-trt-quiet")); // beside the bar: it comes and goes
-        this.button = this.element.appendChild(make("button", "hybrid-trt-log"));
+        this.head = part(this.element, "div", "hybrid-trt-title");
+        this.progress = part(this.element, "div", "hybrid-trt-workflow-progress");
+        this.bar = part(part(this.progress, "div", "hybrid-trt-bar"), "div");
+        this.left = part(this.progress, "span", "hybrid-trt-quiet"); // beside the bar: it comes and goes
+        this.button = part(this.element, "button", "hybrid-trt-log");
         this.button.addEventListener("click", () => this.#press());
-        this.list = this.element.appendChild(make("div", "hybrid-trt-workflow-nodes"));
+        this.list = part(this.element, "div", "hybrid-trt-workflow-nodes");
         this.draw = this.draw.bind(this);
         tracker.watchers.add(this.draw);
         this.draw();
@@ -75,8 +74,8 @@ export class WorkflowView {
     }
 
     #made(view) {
-        const line = make("button", "hybrid-trt-workflow-node");
-        line.append(make("span"), make("span", "hybrid-trt-model"), make("span", "hybrid-trt-title"));
+        const spans = ["", "hybrid-trt-model", "hybrid-trt-title"].map((name) => make("span", name));
+        const line = make("button", "hybrid-trt-workflow-node", ...spans);
         line.addEventListener("click", () => this.actions.jump(view.node));
         return line;
     }

@@ -25,7 +25,8 @@ from hybrid_trt.engine_builder.order import BuildOrder
 from hybrid_trt.engine_library import Engine, Library, trust
 from hybrid_trt.engine_library.engine import relative_error
 from hybrid_trt.nodes import building
-from hybrid_trt.page_api.workflow_graph import asked_pictures, network_inputs
+from hybrid_trt.page_api.graph_pictures import asked_pictures
+from hybrid_trt.page_api.workflow_graph import network_inputs
 from hybrid_trt.sampling import engine_status
 from hybrid_trt.sampling.engine_handle import EngineChoice, EngineHandle
 from hybrid_trt.sampling.engine_status import status

@@ -270,7 +270,7 @@ def test_help_needs_no_package(command: tuple[str, ...]) -> None:
 
 
 def test_a_graph_that_fails_without_a_word_is_told_by_the_kind_of_its_error() -> None:
-    from hybrid_trt.page_api.prompt_errors import failure
+    from hybrid_trt.page_api.own_prompts import failure
 
     told = {"node_type": "UNETLoader", "node_id": "3", "exception_type": "AssertionError", "exception_message": "\n"}
     assert failure([("execution_error", told)]) == "UNETLoader (node 3): AssertionError."

@@ -24,8 +24,7 @@ from fake_engine import publish, publish_engine
 from hybrid_trt.comfy_model import hash_cache
 from hybrid_trt.engine_builder import jobs as jobs_module
 from hybrid_trt.engine_builder.command_line import main as cli_module
-from hybrid_trt.engine_builder.doctor import KeptWarnings, Place, as_text, report
-from hybrid_trt.engine_builder.doctor.privacy import SECRETS, hider
+from hybrid_trt.engine_builder.doctor import SECRETS, KeptWarnings, Place, as_text, hider, report
 from hybrid_trt.engine_library import BuildError, Library, fleet_key, trust
 from our_routes import OURS, ask
 from pack import ROOT

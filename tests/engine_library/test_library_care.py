@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import importlib
 import json
 import os
 import re
@@ -20,6 +19,7 @@ from builds import contents, main_file, read_only
 from fake_engine import publish_engine as publish
 from hybrid_trt.comfy_model import hash_cache
 from hybrid_trt.comfy_model.hash_cache import source_changed
+from hybrid_trt.engine_builder.command_line.comfyui import library_folders
 from hybrid_trt.engine_library import Fallback, Library, LibraryError, Manifest, Reason
 from hybrid_trt.engine_library.disk import Settings, read_settings, write_settings
 from hybrid_trt.engine_library.inventory import BROKEN, READY, STALE, delete, entries, select, verify
@@ -76,15 +76,15 @@ def test_the_same_engine_in_two_folders_is_two_each_with_a_name_of_its_own(tmp_p
 
 
 def test_the_page_reaches_the_same_engine_in_each_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from hybrid_trt.page_api import library_routes
+    from hybrid_trt.page_api import panel_routes
 
     roots = [tmp_path / "fast", tmp_path / "slow"]
     name = [publish(root).folder.name for root in roots][0]
-    monkeypatch.setattr(library_routes, "library", lambda: Library(roots))
+    monkeypatch.setattr(panel_routes, "library", lambda: Library(roots))
     found = {}
-    for entry in library_routes._entries():
-        request = SimpleNamespace(match_info={"name": library_routes._entry_json(entry)["name"]})
-        found[request.match_info["name"]] = asyncio.run(library_routes._entry(request)).folder
+    for entry in panel_routes._entries():
+        request = SimpleNamespace(match_info={"name": panel_routes._entry_json(entry)["name"]})
+        found[request.match_info["name"]] = asyncio.run(panel_routes._entry(request)).folder
     assert found == {name: roots[0] / name, f"{name}@2": roots[1] / name}
 
 
@@ -331,11 +331,8 @@ def test_folders_of_the_user_come_before_our_own(monkeypatch: pytest.MonkeyPatch
 
     own, users = str(Path(folder_paths.models_dir) / "trt_engines"), str(tmp_path / "elsewhere")
     for configured, found in (([users], [users, own]), ([], [own])):
-        monkeypatch.delitem(sys.modules, "hybrid_trt.page_api.library_folder", raising=False)
         monkeypatch.setitem(folder_paths.folder_names_and_paths, "trt_engines", (list(configured), set()))
-        module = importlib.import_module("hybrid_trt.page_api.library_folder")
-        assert folder_paths.get_folder_paths(module.FOLDER_KEY) == found
-    monkeypatch.delitem(sys.modules, "hybrid_trt.page_api.library_folder")
+        assert library_folders() == [Path(folder) for folder in found]
 
 
 def test_the_limit_counts_what_is_there(tmp_path: Path) -> None:
@@ -356,14 +353,14 @@ def test_the_limit_counts_what_is_there(tmp_path: Path) -> None:
                    see="an error in one sentence")
 def test_a_library_whose_drive_is_gone_is_told_in_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On Windows there is no such drive then, all the way up."""
-    from hybrid_trt.page_api import library_routes
+    from hybrid_trt.page_api import panel_routes
 
     def gone(folder: Path) -> None:
         raise FileNotFoundError(errno.ENOENT, "The system cannot find the path specified", str(folder))
 
     monkeypatch.setattr(shutil, "disk_usage", gone)
-    monkeypatch.setattr(library_routes, "library", lambda: Library([tmp_path / "library"]))
-    answer = asyncio.run(library_routes._list(SimpleNamespace(headers={})))
+    monkeypatch.setattr(panel_routes, "library", lambda: Library([tmp_path / "library"]))
+    answer = asyncio.run(panel_routes._list(SimpleNamespace(headers={})))
     assert answer.status == 409
     assert re.match("The library could not be used .*cannot find the path", json.loads(answer.text)["error"])
 

@@ -29,7 +29,8 @@ from hybrid_trt.engine_builder.build import build_engine, run_here
 from hybrid_trt.engine_builder.order import BuildOrder
 from hybrid_trt.engine_library import Library, Unavailable
 from hybrid_trt.engine_library.measurements import FLOORS
-from hybrid_trt.page_api.workflow_graph import asked_pictures, vae_calls
+from hybrid_trt.page_api.graph_pictures import asked_pictures
+from hybrid_trt.page_api.workflow_graph import vae_calls
 from hybrid_trt.sampling.engine_handle import EngineHandle
 from hybrid_trt.sampling.vae import EngineVAEModel, native_vae, vae_with_engines
 from scenarios import Prompt, Scenario, latent_of, node, prompt, relative_difference

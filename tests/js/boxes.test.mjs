@@ -1,6 +1,6 @@
 import assert from "node:assert/strict";
 import { test } from "node:test";
-import { fold } from "../../js/lib/fold.mjs";
+import { fold } from "../../js/lib/status_box.mjs";
 import { isWiredLater } from "../../js/lib/graph.mjs";
 import { labelRow, rowLabel, valueLabel } from "../../js/lib/labels.mjs";
 import { applyPreset, offer, PRESETS } from "../../js/lib/presets.mjs";

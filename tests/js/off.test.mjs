@@ -1,8 +1,7 @@
 import assert from "node:assert/strict";
 import { test } from "node:test";
-import { switchedOff } from "../../js/lib/off.mjs";
+import { describe, switchedOff } from "../../js/lib/words.mjs";
 import { t } from "../../js/lib/texts.mjs";
-import { describe } from "../../js/lib/words.mjs";
 
 const MUTED = 2, BYPASSED = 4;
 

@@ -1,12 +1,11 @@
 import assert from "node:assert/strict";
 import { test } from "node:test";
-import { logLines } from "../../js/lib/log_words.mjs";
+import { buttonLabel, describe, logLines, tone } from "../../js/lib/words.mjs";
 import { nextIndex } from "../../js/lib/menu.mjs";
 import {
     anyEnded, deleteQuestion, engineRow, grouped, jobLines, matching, shownJobs, SORT_KEYS, withJob,
 } from "../../js/lib/panel_words.mjs";
 import { t } from "../../js/lib/texts.mjs";
-import { buttonLabel, describe, tone } from "../../js/lib/words.mjs";
 
 const job = (id, state, more) => ({ id, state, label: "m", wanted: "w", message: "", percent: 5, phase: "p", seconds: 1, ...more });
 const engine = (name, label, created, last_used, bytes, more) =>

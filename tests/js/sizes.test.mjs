@@ -59,7 +59,7 @@ test("on Auto the numbers follow what the server tells, once", () => {
     sizes.know(undefined);
     assert.deepEqual([sizes.choice, preset.value], ["presetFit", "Auto: 640×960, 1 image"], "a node that is switched off keeps what it knew");
     sizes.choose("presetFit");
-    sizes.know(sizes.told);
+    sizes.know(sizes.sent);
     assert.deepEqual(sizesOf(node), AUTO_PORTRAIT, "tokens of a long prompt are forgotten, until the server tells of them anew");
     type("opt_size", 640);
     sizes.know(square());

@@ -1,9 +1,8 @@
 import assert from "node:assert/strict";
 import { readdirSync, readFileSync } from "node:fs";
 import { test } from "node:test";
-import { inChinese, NOTES } from "../../js/lib/notes_zh.mjs";
+import { inChinese, NOTES, titlesInChinese } from "../../js/lib/notes_zh.mjs";
 import { inSight, MARK, openReadable, readableView } from "../../js/lib/template_view.mjs";
-import { titlesInChinese } from "../../js/lib/titles_zh.mjs";
 
 const BOXES = [[100, 50, 300, 100], [0, 80, 50, 50]];
 

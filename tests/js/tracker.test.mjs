@@ -3,8 +3,7 @@ import { test } from "node:test";
 import { setTimeout as wait } from "node:timers/promises";
 import { Builder } from "../../js/lib/build.mjs";
 import { Tracker } from "../../js/lib/tracker.mjs";
-import { together, usesOf } from "../../js/lib/uses.mjs";
-import { needs } from "../../js/lib/workflow.mjs";
+import { needs, together, usesOf } from "../../js/lib/workflow.mjs";
 
 const SOON = 400;
 

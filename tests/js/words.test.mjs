@@ -22,45 +22,6 @@ test("every language has every text, and gaps are filled", () => {
     assert.equal(t("build"), "Build engine");
 });
 
-test("all that TRT Compare says is said in Chinese too", () => {
-    const code = ["compare", "report"].map((name) => readFileSync(new URL(`../../nodes/${name}.py`, import.meta.url), "utf8")).join();
-    const told = [
-        "The same picture: no value differs.", "Hardly a difference: PSNR 48.0 dB, SSIM 0.9869", "Some difference: PSNR 34.1 dB",
-        "Different pictures: PSNR 10.8 dB", "Largest difference of a pixel: 5.35 of 255 (2.10%).", "The difference is shown 20 times as bright.",
-        "The difference is shown as it is.", "Of 8 pictures these are the figures of the worst.",
-        ...["the normal picture", "the accelerated picture", "both pictures"].map((which) => `Broken: 12 values of ${which} are no numbers (NaN). They are white in the difference.`),
-        "TRT Compare: The same picture: no value differs.",
-        "SSIM was not computed: it needs torchmetrics (pip install torchmetrics, with the Python that runs ComfyUI).", "SSIM was not computed: a picture has to be 11 px wide and high.",
-    ];
-    for (const line of told) {
-        const begin = line.split(/[\d:]/)[0].trim().split(" ").slice(0, 3).join(" ");
-        assert.ok(code.includes(begin), begin);
-        setLanguage("zh");
-        const left = said(line).match(/[A-Za-z]+/g) ?? [];
-        setLanguage("en");
-        const names = ["TRT", "PSNR", "SSIM", "dB", "NaN", "torchmetrics", "ComfyUI", "Python", "pip", "install"];
-        assert.deepEqual(left.filter((word) => !names.includes(word)), [], line);
-    }
-});
-
-test("what a build says that lacks memory or time is said in Chinese too", () => {
-    const sources = ["resources.py", "worker/main.py"].map((name) => readFileSync(new URL(`../../engine_builder/${name}`, import.meta.url), "utf8"));
-    const code = sources.join().replace(/"\s+f?"/g, ""); // sentences over several lines
-    const told = [
-        ...["building", "checking"].map((what) => `${what} the engine of x.safetensors with tensorrt needs about 9.5 GB of main memory and 500 MB are available, so it was not started and the normal model keeps running; close other programs or unload ComfyUI's models, then build again, or choose the backend onnxruntime, which needs 1.2 GB`),
-        "memory did not suffice (MemoryError), so no engine was made and the normal model keeps running; close other programs, unload ComfyUI's models or choose smaller sizes, then build again",
-        "the build with torch took longer than the 30 minutes that the settings allow, so it was ended and the normal model keeps running; raise that limit in Settings > Hybrid TRT, or choose fewer sizes on the engine node",
-    ];
-    for (const line of told) {
-        for (const part of line.split("; ")[1].split(/(?=, or choose)|onnxruntime/)) assert.ok(code.includes(part.split(", which")[0]), part);
-        setLanguage("zh");
-        const left = said(line).match(/[A-Za-z]+/g) ?? [];
-        setLanguage("en");
-        const names = ["x", "safetensors", "tensorrt", "torch", "onnxruntime", "GB", "MB", "MemoryError", "ComfyUI", "Hybrid", "TRT"];
-        assert.deepEqual(left.filter((word) => !names.includes(word)), [], line);
-    }
-});
-
 test("no text is written over by another one of the same name", () => {
     const code = readFileSync(new URL("../../js/lib/texts.mjs", import.meta.url), "utf8");
     for (const [i, part] of code.split(/\n {4}zh: /).entries()) {
@@ -93,17 +54,6 @@ test("what the server says is read in Chinese, names and figures as they are", (
     assert.deepEqual(read.slice(0, 5), ["已加速 2 个模型，共 3 个，11 次调用中有 9 次；约 4.6 s 按原速运行。 → 构建 1 个缺少的引擎", "已加速 3 个模型，共 3 个，速度约为不用引擎时的 2.3 倍",
         "canny: 4 次由 torch 运行，每次 8.9 ms, 2 次按原速，每次 40 ms (没有引擎)", "最多 4 张图像, 64 到 512 像素, 616 词元", "测量普通模型, 30 %"]);
     assert.equal(read[5], "引擎已过期: x was moved. 图像相同，速度为原速; 请重新构建：它由其他版本、在其他机器上或为其他 GPU 构建.");
-});
-
-test("what is missing is not to be removed, and a backend that is named is to be chosen, in Chinese too", () => {
-    const code = readFileSync(new URL("../../engine_library/fallback.py", import.meta.url), "utf8").replace(/"\s+"/g, "");
-    const advice = (reason) => new RegExp(`${reason} = "[^"]+", _Facts\\(\\s*"([^"]+)"`).exec(code)[1];
-    assert.match(advice("UNSUPPORTED_INPUT"), /^add .+, or remove /);
-    assert.match(advice("UNSUPPORTED_MODEL"), /^choose the backend /);
-    setLanguage("zh");
-    const left = ["UNSUPPORTED_INPUT", "UNSUPPORTED_MODEL"].map((reason) => said(advice(reason)).match(/[A-Za-z]+/g));
-    setLanguage("en");
-    assert.deepEqual(left, [null, null]);
 });
 
 test("a run that fails without a word is told by the kind of its error", () => {

@@ -10,9 +10,9 @@ import pytest
 from comfy_execution.graph import DynamicPrompt
 from execution import PromptQueue
 from hybrid_trt.architectures.shapes import SIZE_NAMES
-from hybrid_trt.nodes.engines import NodeInput
 from hybrid_trt.page_api import build_orders
 from hybrid_trt.page_api.build_orders import ORDER, PendingOrders, order_of, running_orders, workflow_of
+from hybrid_trt.page_api.node_input import NodeInput
 from hybrid_trt.page_api.workflow_graph import for_one_network, node_key
 
 PROMPT: dict[str, Any] = {

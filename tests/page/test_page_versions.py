@@ -136,22 +136,3 @@ def test_what_is_saved_opens_with_each_value_at_its_place(page: ComfyPage, comfy
             page.load(page.workflow())
             assert engine_values(page) == before
             assert page.prompt() == prompt
-
-
-def test_a_workflow_that_was_saved_one_place_too_early_is_mended(page: ComfyPage, comfy: ComfyProcess) -> None:
-    """So did this pack's first version save with pages from 1.53 on; those save names too."""
-    workflow = with_tiny_models(shipped("sd15_advanced"), comfy.object_info())
-    page.load(copy.deepcopy(workflow))
-    page.page.evaluate(SET, OWN)
-    saved = page.workflow()
-    (node,) = (node for node in saved["nodes"] if node["type"] == "TRTUNetEngine")
-    assert node["widgets_values"] == list(OWN.values())
-    node["widgets_values"] = [OWN["when_missing"], *list(OWN.values())[2:], None]
-    node["widgets_values_named"] = dict(OWN)
-    page.load(copy.deepcopy(saved))
-    assert engine_values(page) == OWN
-    del node["widgets_values_named"]
-    page.load(saved)
-    found, combos = engine_values(page), {name: value for name, value in OWN.items() if isinstance(value, str)}
-    assert found.items() >= combos.items()
-    assert page.widgets("TRTUNetEngine")["size_preset"].startswith("Auto"), "sizes that nobody knows are Auto's"

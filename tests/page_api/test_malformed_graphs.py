@@ -14,8 +14,8 @@ from drawn_workflows import drawn
 from execution import PromptQueue
 from hybrid_trt.page_api import build_orders
 from hybrid_trt.page_api.build_orders import ORDER, PendingOrders, order_of, running_orders, running_pictures
-from hybrid_trt.page_api.read_graph import nodes_of
-from hybrid_trt.page_api.workflow_graph import asked_pictures, model_name, upstream, whole_prompt
+from hybrid_trt.page_api.graph_pictures import asked_pictures
+from hybrid_trt.page_api.workflow_graph import model_name, nodes_of, upstream, whole_prompt
 from our_routes import ask, post
 
 DRAWN = drawn({"load": "Loader", "s": "Sampler"}, "load.0 s.0")

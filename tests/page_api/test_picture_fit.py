@@ -17,8 +17,8 @@ from hybrid_trt.architectures.shapes import SIZE_NAMES, Picture, Profile, Reques
 from hybrid_trt.backends import AUTO
 from hybrid_trt.backends.torch_inductor.compiled import file_name
 from hybrid_trt.page_api import build_routes, picture_fit
+from hybrid_trt.page_api.graph_pictures import readers_of, samplers_of
 from hybrid_trt.page_api.outlook import NodeRequest, request_of
-from hybrid_trt.page_api.workflow_graph import readers_of, samplers_of
 
 ZEROS = RequestedSizes()
 OWN = RequestedSizes(256, 512, 768, 2, 231)

@@ -15,7 +15,7 @@ from aiohttp.test_utils import make_mocked_request
 from builds import until
 from comfy_process import ComfyProcess
 from hybrid_trt.page_api import ready_routes
-from hybrid_trt.page_api.warming import WARM_NOW, Warming
+from hybrid_trt.page_api.own_prompts import WARM_NOW, Warming
 from our_routes import ask, post
 from scenarios import A, Prompt, Scenario, latent_of, native_latent, prompt, relative_difference
 

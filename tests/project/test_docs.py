@@ -14,8 +14,8 @@ import pack
 import pytest
 import torch
 from hybrid_trt import backends
+from hybrid_trt.engine_builder import doctor
 from hybrid_trt.engine_builder.command_line import main
-from hybrid_trt.engine_builder.doctor import facts
 from hybrid_trt.nodes import schemas
 from PIL import Image
 
@@ -66,15 +66,6 @@ def test_every_reason_is_explained() -> None:
     text = read("docs/fallbacks.md")
     for reason in Reason:
         assert f"| {reason.value} |" in text, reason
-
-
-def test_every_reason_what_it_means_and_what_to_do_is_said_in_chinese() -> None:
-    from hybrid_trt.engine_library import Reason
-
-    said = read("js/lib/server_zh.mjs")
-    for reason in Reason:
-        for words in (reason.value, reason.meaning, reason.advice):
-            assert words in said, words
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
@@ -131,7 +122,7 @@ def test_the_documented_backend_is_one_file_that_node_command_line_and_doctor_fi
         (widget,) = (one for one in schemas._settings() if one.id == "backend")
         assert widget.options == ["auto", *backends.backends()]
         assert widget.options[-1] == main._backend_name("reference") == "reference"
-        assert facts._backend(backends.backends()["reference"], torch.device("cpu")).startswith("serves, version ")
+        assert doctor._backend(backends.backends()["reference"], torch.device("cpu")).startswith("serves, version ")
     finally:
         del sys.modules["hybrid_trt.backends.reference"], backends.reference
 

@@ -19,8 +19,7 @@ import numpy
 import pytest
 import torch
 from comfy_process import ComfyProcess
-from hybrid_trt.page_api.live_messages import Hello
-from hybrid_trt.page_api.live_routes import MAX_FIRST, Connection
+from hybrid_trt.page_api.live_routes import MAX_FIRST, Connection, Hello
 from hybrid_trt.streaming import live, pictures
 from hybrid_trt.streaming.frames import Changes
 from live_client import double, image, joined, opened, run_stream, token_of

@@ -1,25 +1,35 @@
-"""Routes of the library and its settings: list, verify, delete. Engines are only found by listing the library,
-so nothing outside it can be named."""
+"""Routes of the panel: the library, its settings, and the report for support.
+
+Engines are found only by listing the library, so a request can name nothing outside it.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import threading
 from dataclasses import asdict
+from enum import Enum
+from pathlib import Path
+from typing import Any
 
+import folder_paths
 from aiohttp import web
 from comfy import model_management
+from comfy.cli_args import args, parser
 from server import PromptServer
 
 from ..architectures import presets
 from ..backends import AUTO, backends
 from ..backends.lookup import refusals
+from ..comfy_model.comfyui_internals import switched_off
 from ..comfy_model.hash_cache import source_changed
+from ..engine_builder.command_line.comfyui import FOLDER_KEY
+from ..engine_builder.doctor import KeptWarnings, Place, as_text, report
 from ..engine_library import Manifest, Reason, inventory
 from ..engine_library.disk import Settings, free_bytes, read_settings, write_settings
 from ..engine_library.gpu import gpu_of
+from .builds import builds, library
 from .http import PREFIX, Refused, answer, changes, read_json, reads
-from .library_folder import FOLDER_KEY, library
 from .node_states import engine_json
 
 EVENT = "hybrid_trt.library"
@@ -28,6 +38,7 @@ MAX_BODY = 1 << 20
 
 _writing = threading.Lock()
 """Keeps both changes when two tabs change a setting each at the same moment."""
+_warnings = KeptWarnings()
 
 
 def register(routes: web.RouteTableDef) -> None:
@@ -38,6 +49,7 @@ def register(routes: web.RouteTableDef) -> None:
     routes.get(f"{PREFIX}/presets")(_presets)
     routes.get(f"{PREFIX}/settings")(_show)
     routes.post(f"{PREFIX}/settings")(_change)
+    routes.get(f"{PREFIX}/doctor")(_report)
 
 
 @reads
@@ -73,7 +85,7 @@ def _entries() -> list[inventory.Entry]:
 
 
 async def _entry(request: web.Request) -> inventory.Entry:
-    """The engine that the path names, by its exact name."""
+    """Return the engine that the path names, by its exact name."""
     name = request.match_info["name"]
     found = next((e for e in await asyncio.to_thread(_entries) if e.name == name), None)
     if found is None:
@@ -146,3 +158,32 @@ def _settings() -> dict:
     roots = library().roots
     offered = {"folders": [str(root) for root in roots], "backends": [AUTO, *backends()]}
     return {**offered, **asdict(read_settings(roots[0]))}
+
+
+@changes
+async def _report(_request: web.Request) -> web.Response:
+    """Answer with the report. It changes nothing, yet only ComfyUI's own page may know."""
+    return web.json_response({"text": await asyncio.to_thread(_report_text)})
+
+
+def _report_text() -> str:
+    folder = Path(folder_paths.__file__).parent
+    place = Place(folder, library(), model_management.get_torch_device, _options(), switched_off, builds.jobs())
+    return as_text(report(place, lambda: _warnings.lines))
+
+
+def _options() -> list[str]:
+    """Return ComfyUI's options that differ from the defaults, without texts: these may be folders or addresses."""
+    usual, found = parser.parse_args([]), []
+    for name, value in vars(args).items():
+        before = getattr(usual, name, None)
+        if value != before and (value or before):  # ComfyUI makes an empty set of a list without entries
+            option = f"--{name.replace('_', '-')}"
+            found.append(option if value is True else f"{option} {_shown(value)}")
+    return found
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, Enum):
+        return str(value.value)
+    return str(value) if isinstance(value, bool | int | float) else "..."

@@ -1,14 +1,19 @@
-"""Facts for the report for support. One that cannot be found out is told as such and keeps none of the others."""
+"""The report for support: what runs here, what does not and why, without anything personal.
+
+A fact that cannot be found out becomes a sentence that says why; the report goes on.
+"""
 
 from __future__ import annotations
 
+import getpass
 import json
 import logging
 import os
 import platform
 import re
-from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+import socket
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import datetime, timezone
 from importlib import metadata
@@ -16,22 +21,21 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ...architectures import profile_words
-from ...comfy_model.hash_cache import source_changed
-from ...engine_library import Fallback, Library, Reason, fleet_key, inventory, measurements, trust
-from ...engine_library.disk import free_bytes, gigabytes, read_settings
-from ...engine_library.gpu import driver_version, gpu_of
-from ...engine_library.manifest import PACK_VERSION
-from .privacy import SECRETS, hider
+from ..architectures import profile_words
+from ..comfy_model.hash_cache import source_changed
+from ..engine_library import Fallback, Library, Reason, fleet_key, inventory, measurements, trust
+from ..engine_library.disk import free_bytes, gigabytes, read_settings
+from ..engine_library.gpu import driver_version, gpu_of
+from ..engine_library.manifest import PACK_VERSION
 
 if TYPE_CHECKING:
     import torch
 
-    from ..jobs import Job
+    from .jobs import Job
 
 log = logging.getLogger(__name__)
 
-PACK = Path(__file__).absolute().parents[2]
+PACK = Path(__file__).absolute().parents[1]
 PACKAGES = re.compile(
     r"(onnx|tensorrt|polygraphy|triton|torch|cuda-python|xformers|sageattention|flash.attn|numpy|safetensors|lpips|"
     r"comfyui.frontend|comfy.kitchen|comfy.aimdo)", re.IGNORECASE
@@ -41,6 +45,15 @@ VARIABLES = ("COMFYUI_PATH", "CUDA_VISIBLE_DEVICES", "PYTORCH_CUDA_ALLOC_CONF", 
              "TORCHINDUCTOR_CACHE_DIR", "OMP_NUM_THREADS")  # fmt: skip
 LOG_TAIL = 15
 """Lines of a failed build's log."""
+KEPT_WARNINGS = 30
+SECRETS = ("HYBRID_TRT_FARM_TOKEN", "HYBRID_TRT_FLEET_KEY", "RAY_AUTH_TOKEN")
+"""Variables of the environment with secrets of the pack or of the farm: their values never leave this process."""
+SHORTEST_SECRET = 8
+NOT_PERSONAL = {"root", "localhost", "comfyui"}
+SHORTEST_NAME = 3
+"""Shorter user names are parts of sentences; in paths they go with the home folder."""
+_LOGIN = r"((?<=://)[^\s/\"']+|(?<![\w/])[\w.+-]+:[^\s/\"'@]+)@(\[[^\s\]]*\]|[\w.-]*)"
+"""Name and password before the host of an address, and that host."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +64,7 @@ class Place:
         comfyui: ComfyUI's folder, or None.
         library: None where no library is known.
         device: returns the device that engines run on; may raise.
-        options: those that ComfyUI was started with.
+        options: ComfyUI's own, as given at its start.
         limits: returns sentences on what this ComfyUI is not used for.
         jobs: builds of this process.
         lost: sentences on what could not be found out.
@@ -73,12 +86,12 @@ def report(place: Place, warnings: Callable[[], Iterable[str]]) -> dict[str, Any
         warnings: returns the pack's latest warnings; asked last, since looking may warn too.
     """
     found = {
-        "versions": _told(lambda: _versions(place)),
-        "card": _told(lambda: _card(place.device())),
-        "backends": _told(lambda: _backends(place.device())),
-        "library": _told(lambda: _library(place)),
-        "settings": _told(lambda: _settings(place)),
-        "last errors": _told(lambda: _errors(place, warnings)),
+        "versions": _or_reason(lambda: _versions(place)),
+        "card": _or_reason(lambda: _card(place.device())),
+        "backends": _or_reason(lambda: _backends(place.device())),
+        "library": _or_reason(lambda: _library(place)),
+        "settings": _or_reason(lambda: _settings(place)),
+        "last errors": _or_reason(lambda: _errors(place, warnings)),
     }
     return hider(place.library.roots if place.library is not None else ())(found)
 
@@ -88,7 +101,7 @@ def as_text(found: dict[str, Any]) -> str:
     return json.dumps(found, indent=1, ensure_ascii=False)
 
 
-def _told(find: Callable[[], Any]) -> Any:
+def _or_reason(find: Callable[[], Any]) -> Any:
     """Return facts, or in a sentence why there are none."""
     try:
         return find()
@@ -103,13 +116,13 @@ def _versions(place: Place) -> dict[str, Any]:
     return {
         "report of": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "Hybrid TRT": PACK_VERSION,
-        "ComfyUI": _told(lambda: _comfyui_version(place)),
+        "ComfyUI": _or_reason(lambda: _comfyui_version(place)),
         "Python": platform.python_version(),
         "system": platform.platform(),
-        **_told_of_torch(),
-        "NVIDIA driver": _told(driver_version) or "not found (nvidia-smi does not tell it)",
-        "packages": _told(_packages),
-        "missing packages": _told(_missing_packages),
+        **_torch_versions(),
+        "NVIDIA driver": _or_reason(driver_version) or "not found (nvidia-smi does not name it)",
+        "packages": _or_reason(_packages),
+        "missing packages": _or_reason(_missing_packages),
     }
 
 
@@ -121,7 +134,7 @@ def _comfyui_version(place: Place) -> str:
     return "of unknown version" if found is None else found[1]
 
 
-def _told_of_torch() -> dict[str, str]:
+def _torch_versions() -> dict[str, str]:
     try:
         import torch
     except Exception as error:  # libraries that do not load raise what they like
@@ -147,7 +160,7 @@ def _card(device: torch.device) -> dict[str, Any]:
 
     found: dict[str, Any] = {"engines run on": str(device)}
     for index in range(torch.cuda.device_count()):
-        found[f"cuda:{index}"] = _told(lambda index=index: _gpu(index))
+        found[f"cuda:{index}"] = _or_reason(lambda index=index: _gpu(index))
     if device.type == "cpu" and not torch.cuda.is_available():
         found["GPU"] = "torch sees none"
         if torch.version.cuda is None and torch.version.hip is None:
@@ -164,8 +177,8 @@ def _gpu(index: int) -> str:
 
 
 def _backends(device: torch.device) -> dict[str, Any]:
-    from ...backends import AUTO, backends
-    from ...backends.lookup import usable_backends
+    from ..backends import AUTO, backends
+    from ..backends.lookup import usable_backends
 
     def chosen() -> str:
         try:
@@ -173,7 +186,7 @@ def _backends(device: torch.device) -> dict[str, Any]:
         except Exception as none:
             return f"none ({none})"
 
-    return {"auto takes": chosen(), **{name: _told(lambda one=one: _backend(one, device))
+    return {"auto takes": chosen(), **{name: _or_reason(lambda one=one: _backend(one, device))
                                        for name, one in backends().items()}}  # fmt: skip
 
 
@@ -198,16 +211,16 @@ def _library(place: Place) -> Any:
         "engines": Counter(entry.state for entry in found),
         "size": gigabytes(sum(entry.bytes for entry in found)),
         "free": gigabytes(free_bytes(library.roots[0])),
-        "secret of this machine": _told(_secret),
-        "fleet key": _told(_fleet),
-        "contents": [_told(lambda entry=entry: _engine(entry)) for entry in found],
+        "secret of this machine": _or_reason(_secret),
+        "fleet key": _or_reason(_fleet),
+        "contents": [_or_reason(lambda entry=entry: _engine(entry)) for entry in found],
     }
 
 
 def _judges(place: Place) -> tuple[Callable, Callable, str]:
     """Return what judges engines here; where torch cannot be had, nothing runs."""
     try:
-        from ...backends.lookup import refusals
+        from ..backends.lookup import refusals
 
         device = place.device()
         return refusals(device), source_changed, gpu_of(device)
@@ -217,13 +230,13 @@ def _judges(place: Place) -> tuple[Callable, Callable, str]:
 
 
 def _engine(entry: inventory.Entry) -> dict[str, Any]:
-    told = {"engine": entry.name, "state": entry.state, "why": entry.reason, "size": gigabytes(entry.bytes)}
+    found = {"engine": entry.name, "state": entry.state, "why": entry.reason, "size": gigabytes(entry.bytes)}
     if entry.engine is None:
-        return {**told, "trusted": False}
+        return {**found, "trusted": False}
     engine, manifest = entry.engine, entry.engine.manifest
     identity = manifest.identity
     return {
-        **told,
+        **found,
         "trusted": trust.built_here(engine),
         "of": f"{manifest.label}, {identity.architecture}, {identity.precision}, {identity.backend} "
         f"{identity.backend_version}, {profile_words(identity.architecture, identity.profile)}",
@@ -235,7 +248,7 @@ def _engine(entry: inventory.Entry) -> dict[str, Any]:
 
 def _secret() -> str:
     """Say whether there is a secret, and never which."""
-    trust.is_signed("", "")  # which warns of one that others may read
+    trust.is_signed("", "")  # which warns of a secret that other users may read
     return "there" if trust.key_stamp() is not None else "none yet, or it cannot be read"
 
 
@@ -253,16 +266,82 @@ def _settings(place: Place) -> dict[str, Any]:
     if place.options is not None:
         found["ComfyUI was started with"] = ", ".join(place.options) or "no options"
     if place.limits is not None:
-        found["not used of this ComfyUI"] = _told(place.limits)
+        found["not used of this ComfyUI"] = _or_reason(place.limits)
     return found
 
 
 def _errors(place: Place, warnings: Callable[[], Iterable[str]]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     if place.jobs is None:
-        found["failed builds"] = "those of ComfyUI are in the report of its panel 'TRT engines'"
+        found["failed builds"] = "see the report of ComfyUI's panel 'TRT engines'"
     else:
         failed = [job for job in place.jobs if job.message]
         found["failed builds"] = [{"build": job.label, "wanted": job.wanted, "why": job.message,
                                    "log": list(job.log)[-LOG_TAIL:]} for job in failed]  # fmt: skip
     return {**found, "warnings": list(dict.fromkeys(warnings()))}
+
+
+class KeptWarnings(logging.Handler):
+    """A handler of the pack's log that keeps the latest warnings and errors as lines, until it is closed."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.lines: deque[str] = deque(maxlen=KEPT_WARNINGS)
+        self._logger = logging.getLogger(__name__.removesuffix(".engine_builder.doctor"))
+        self._logger.addHandler(self)
+
+    def close(self) -> None:
+        self._logger.removeHandler(self)
+        super().close()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            when = datetime.fromtimestamp(record.created, timezone.utc).isoformat(timespec="seconds")
+            error = record.exc_info[1] if record.exc_info else None
+            more = "" if error is None else f" ({type(error).__name__}: {error})"
+            self.lines.append(f"{when} {record.levelname.lower()}: {record.getMessage()}{more}")
+        except Exception:
+            self.handleError(record)
+
+
+def hider(libraries: Sequence[Path]) -> Callable[[Any], Any]:
+    """Return a function that takes what is personal out of a text, or out of all texts of some data."""
+    words = [(re.compile(pattern, re.IGNORECASE), word) for pattern, word in _personal(libraries)]
+
+    def hide(value: Any) -> Any:
+        if isinstance(value, Mapping):
+            return {key: hide(one) for key, one in value.items()}
+        if isinstance(value, list | tuple):
+            return [hide(one) for one in value]
+        if isinstance(value, str):
+            for pattern, word in words:
+                value = pattern.sub(word, value)
+        return value
+
+    return hide
+
+
+def _personal(libraries: Sequence[Path]) -> Iterator[tuple[str, str]]:
+    """Yield patterns and the words that replace them: longer patterns before their parts."""
+    for name in SECRETS:
+        if len(secret := os.environ.get(name, "").strip()) >= SHORTEST_SECRET:
+            yield re.escape(secret), "<secret>"
+    yield _LOGIN, "<login>@<host>"
+    home, host = os.path.expanduser("~"), socket.gethostname()
+    folders = {home: "~"} | {str(folder): f"<library {n}>" for n, folder in enumerate(libraries, 1)}
+    known = {spelt(folder): word for folder, word in folders.items() for spelt in (os.path.abspath, os.path.realpath)}
+    for folder in sorted(known, key=len, reverse=True):
+        if len(Path(folder).parts) > 1:  # a disk's own folder says nothing
+            parts = map(re.escape, re.split(r"[\\/]+", folder))  # backslashes may be doubled
+            yield r"[\\/]+".join(parts) + r"(?![\w-])", known[folder]
+    names = {host: "<host>", host.partition(".")[0]: "<host>", Path(home).name: "<user>", _user(): "<user>"}
+    for name, word in names.items():
+        if len(name) >= SHORTEST_NAME and name.lower() not in NOT_PERSONAL:
+            yield rf"(?<![A-Za-z0-9]){re.escape(name)}(?![A-Za-z0-9])", word
+
+
+def _user() -> str:
+    try:
+        return getpass.getuser()
+    except (OSError, KeyError, ImportError):  # nobody knows this user's number
+        return ""
