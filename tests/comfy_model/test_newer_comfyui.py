@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import inspect
 import pickle
 import weakref
 from pathlib import Path
@@ -15,38 +16,35 @@ import pytest
 import torch
 from comfy.controlnet import ControlNet
 from comfy.model_patcher import ModelPatcher
-from control_stacks import Stacks, call, same
+from control_stacks import Stacks, same
 from hybrid_trt.comfy_model import comfyui_internals, comfyui_shims
 from hybrid_trt.comfy_model.comfyui_internals import Feature
 from hybrid_trt.comfy_model.module_copy import plain_copy
 from hybrid_trt.comfy_model.snapshot import without_weights, write_structure
 from hybrid_trt.engine_library import Library, Reason, Unavailable
-from hybrid_trt.sampling import native_weights
 from hybrid_trt.sampling.control_stack import ControlStack
 from hybrid_trt.sampling.engine_patcher import EnginePatcher
 from hybrid_trt.sessions import gpu_memory
 from hybrid_trt.sessions.cuda_graphs import GraphCache
-from memory_fixtures import controlled, controlnet, device, file, files, library, nothing_loaded
+from memory_fixtures import controlled, controlnet, file, files, library, nothing_loaded
 from newer_comfyui import (
     FAST_PINS,
     FOREIGN,
     Recording,
     fast_disk,
-    foreign_attributes,
     free_memory_of_a_patcher,
     hint_map,
-    more_pins,
     put_on_layers,
     recording,
 )
-from patched import LIMIT, Patched, load, natively
+from patched import LIMIT, Failing, Patched, load, natively
 from small_networks import CPU, network
 
 from sampling import STEPS, error, sample
 
 # fixtures: pytest finds them by name
-__all__ = ["controlled", "controlnet", "device", "fast_disk", "file", "files", "foreign_attributes",
-           "free_memory_of_a_patcher", "hint_map", "library", "more_pins", "nothing_loaded", "recording"]  # fmt: skip
+__all__ = ["controlled", "controlnet", "fast_disk", "file", "files", "free_memory_of_a_patcher", "hint_map", "library",
+           "nothing_loaded", "recording"]  # fmt: skip
 
 
 # -- hints by the latent's size (pull request 15832)
@@ -92,19 +90,6 @@ def hints_given(control: ControlNet, monkeypatch: pytest.MonkeyPatch) -> list[to
     return seen
 
 
-def test_a_resized_image_joins_its_stack_from_the_second_call_with_natives_bits(
-    stacks: Stacks, resized: list, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    native, stack, backed = both(stacks, image())
-    seen = hints_given(backed, monkeypatch)
-    for step in range(3):
-        assert same(call(stack, step), call(native, step))
-        assert stacks.runs == step
-    assert all(torch.equal(hint, native.cond_hints[9, 12]) for hint in seen)
-    assert resized == [(72, 96)] * 2, "once for each of both"
-    assert backed.cond_hint is None, "the hint is there once"
-
-
 def sized_call(control: Any, height: int, width: int, step: int, batch: int = 2) -> dict:
     """A call for two conditionings."""
     generator = torch.Generator().manual_seed(step)
@@ -120,6 +105,7 @@ def test_two_sizes_in_turn_are_made_once_each(stacks: Stacks, resized: list) -> 
         assert same(sized_call(stack, *size, step), sized_call(native, *size, step))
     assert stacks.runs == 4
     assert resized == [(72, 96), (72, 96), (96, 72), (96, 72)], "once for each of both, where one slot makes all anew"
+    assert backed.cond_hint is None, "the hint is there once"
     assert sized_call(stack, 8, 8, 6) is not None
     assert list(backed.cond_hints) == [(12, 9), (8, 8)], "as many stay as ComfyUI keeps"
 
@@ -167,17 +153,6 @@ def test_attributes_of_loading_are_told_by_name_or_by_what_they_hold() -> None:
         assert not comfyui_shims.is_of_loading(name, value)
 
 
-@pytest.mark.parametrize("backend", ["onnxruntime", "torch"])
-def test_models_with_such_attributes_are_served(
-    foreign_attributes: None, file: Path, library: Library, backend: str
-) -> None:
-    reference, patched = natively(file), Patched(load(file), library, backend)
-    put_on_layers(patched.native.model)
-    for _ in range(2):
-        assert error(patched.sample(), reference) <= LIMIT
-        assert patched.counts == (STEPS, 0)
-
-
 # -- one keyword more
 
 
@@ -190,15 +165,6 @@ def test_clones_and_deep_clones_of_what_has_an_engine_take_one_keyword_more(fast
     assert reference.control_model is not controlled.net.control_model.native
     assert type(reference.control_model) is type(controlled.net.control_model.native)
     assert type(controlled.net.copy()) is ControlNet
-
-
-@pytest.mark.parametrize("backend", ["onnxruntime", "torch"])
-def test_patchers_with_one_keyword_more_are_sampled_on_engines(
-    fast_disk: None, file: Path, library: Library, backend: str
-) -> None:
-    patched = Patched(load(file), library, backend)
-    assert error(patched.sample(), natively(file)) <= LIMIT
-    assert patched.counts == (STEPS, 0)
 
 
 # -- free memory
@@ -227,30 +193,8 @@ def test_an_engine_opens_where_free_memory_is_the_patchers_own(
     assert not gpu_memory.lacks_room(990, CPU)
 
 
-# -- more kinds of pinned memory
-
-
-def test_weights_are_staged_for_each_run_while_there_are_pins_that_nobody_here_knows(
-    more_pins: None, device: None, file: Path, library: Library, caplog: pytest.LogCaptureFixture
-) -> None:
-    from dynamic_vram import on_cpu
-
-    native = on_cpu(load(file))
-    assert set(FAST_PINS) <= set(native.pins)
-    patched = Patched(native, library)
-    for times in (1, 2, 3):
-        assert error(patched.sample(), natively(file)) <= LIMIT
-        assert (patched.counts, native.times_staged) == ((STEPS, 0), times)
-    said = [record.message for record in caplog.records if "dynamic_pins" in record.message]
-    assert len(said) == 1
-    assert "weights-fast" in said[0]
-    assert any("dynamic_pins" in words for words in comfyui_internals.switched_off())
-
-
 def test_the_pins_of_this_comfyui_are_known() -> None:
-    import inspect
-
-    source = inspect.getsource(native_weights.model_management.models_for_pin_eviction)
+    source = inspect.getsource(comfy.model_management.models_for_pin_eviction)
     assert "dynamic_pins" in source
     source = inspect.getsource(comfy.model_patcher.ModelPatcherDynamic.register_load_device)
     unknown = {word for word in source.split('"')[1::2] if word.replace("-", "_").isidentifier()}
@@ -268,8 +212,8 @@ def test_a_native_call_inside_a_recording_allocates_nothing_of_ours(
     natively = list(made)
     assert natively, "the network itself"
     patched = Patched(load(file), library)
-    failed = Unavailable(Reason.ENGINE_FAILED, "for this test")
-    monkeypatch.setattr(patched.handle.session, "run", lambda *_: (_ for _ in ()).throw(failed))
+    failed = Failing(None, error=Unavailable(Reason.ENGINE_FAILED, "for this test"))
+    monkeypatch.setattr(patched.handle.session, "run", failed)
     with recording.counting() as made:
         assert error(patched.sample(), reference) <= LIMIT
     assert patched.counts == (0, STEPS)

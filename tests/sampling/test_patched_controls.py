@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,25 +20,20 @@ from comfy import model_management
 from comfy.controlnet import ControlNet
 from comfy.sd import VAE
 from comfy.utils import load_torch_file
-from comfy_process import ComfyProcess
+from controlled import joined
 from hybrid_trt.architectures import Role
 from hybrid_trt.architectures.shapes import RequestedSizes
-from hybrid_trt.backends import backends
 from hybrid_trt.comfy_model.network import NativeNetwork
-from hybrid_trt.engine_builder.build import build_engine, run_here
-from hybrid_trt.engine_builder.order import BuildOrder
 from hybrid_trt.engine_library import Library, Reason
-from hybrid_trt.sampling import control_stack
-from hybrid_trt.sampling.controlnet import back_with_engine, native_controlnet
+from hybrid_trt.sampling.controlnet import native_controlnet
 from hybrid_trt.sampling.engine_handle import EngineChoice, EngineHandle
 from hybrid_trt.sampling.vae import native_vae, vae_with_engines
-from memory_fixtures import CONTROLNET, NAME, files, nothing_loaded
-from patched import LIMIT, PROFILE, Patched, load, sampling_node
-from scenarios import A, Scenario, compare, native_latent, relative_difference
+from memory_fixtures import CONTROLNET, NAME, files, nothing_loaded, on_engine
+from patched import LIMIT, Patched, built_here, load, sampling_node
 
 from sampling import error, sample
 
-__all__ = ["files", "nothing_loaded"]  # fixtures: pytest finds them by name
+__all__ = ["files", "joined", "nothing_loaded"]  # fixtures: pytest finds them by name
 
 STEPS = 2
 BACKENDS = pytest.mark.parametrize("backend", ["onnxruntime", "torch"])
@@ -49,9 +43,7 @@ BACKENDS = pytest.mark.parametrize("backend", ["onnxruntime", "torch"])
 def library(files: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Library:
     """A library with an engine of the ControlNet."""
     found = Library([tmp_path_factory.mktemp("library")])
-    network = NativeNetwork.of_controlnet(loaded(files), CONTROLNET)
-    order = BuildOrder(network, network.precision, PROFILE, backends()["onnxruntime"])
-    build_engine(order, found, lambda *_: None, run=run_here)
+    built_here(NativeNetwork.of_controlnet(loaded(files), CONTROLNET), found)
     return found
 
 
@@ -62,13 +54,6 @@ def model(files: dict[str, Path]) -> Any:
 
 def loaded(files: dict[str, Path]) -> ControlNet:
     return comfy.controlnet.load_controlnet(str(files[CONTROLNET]))
-
-
-def on_engine(net: ControlNet, library: Library, backend: str) -> tuple[ControlNet, EngineHandle]:
-    """As the engine node gives a ControlNet."""
-    network = NativeNetwork.of_controlnet(native_controlnet(net), CONTROLNET)
-    handle = EngineHandle.look_up(network, EngineChoice(PROFILE, backend=backend), library, "engine")
-    return back_with_engine(native_controlnet(net), handle), handle
 
 
 def picture(model: Any, net: ControlNet) -> torch.Tensor:
@@ -115,14 +100,6 @@ def test_patches_on_a_controlnets_own_weights_act_as_in_native(
 ROWS: dict[str, list[int]] = {"the first is patched": [1, 0], "the last is patched": [0, 1], "both, unlike": [1, 2],
                               "one of three": [0, 1, 0]}  # fmt: skip
 """Seed of the patches of each row, 0 for none."""
-
-
-@pytest.fixture
-def joined(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The number of ControlNets in each stack that ran as one."""
-    found, run = [], control_stack._run
-    monkeypatch.setattr(control_stack, "_run", lambda chain, *rest: found.append(len(chain)) or run(chain, *rest))
-    return found
 
 
 @slow.when("an engine node for each row", but=["the first is patched"])
@@ -223,8 +200,7 @@ def vae_library(vae_files: Path, tmp_path_factory: pytest.TempPathFactory) -> Li
 
 
 def built_vae(network: NativeNetwork, library: Library, backend: str) -> None:
-    order = BuildOrder(network, "float32", vae_profile(network), backends()[backend])
-    build_engine(order, library, lambda *_: None, run=run_here)
+    built_here(network, library, backend, vae_profile(network))
 
 
 def loaded_vae(file: Path) -> VAE:
@@ -340,22 +316,3 @@ def test_a_compiled_vae_has_the_weights_of_the_patcher_that_is_loaded(vae_files:
     for way, change in ((vae_clone, vae_patch), (vae_copy, vae_layer), (vae_copy, nothing), (vae_in_place, vae_patch)):
         assert error(way(backed, change), way(plain, change)) <= LIMIT
         assert handle.stats.engine + handle.stats.native == 1
-
-
-# -- a real server
-
-
-LORA = ("TestControlLora", {"name": "tiny_sd15_lora.safetensors", "strength": 0.8})
-
-
-def test_a_nodes_lora_for_a_controlnet_acts_behind_the_engine_node(sd15: ComfyProcess) -> None:
-    patched = Scenario(controls=(replace(A, after=[LORA]),), steps=3)
-    plain = patched.but(controls=(A,))
-    assert relative_difference(native_latent(sd15, patched), native_latent(sd15, plain)) > 1e-3
-    for scenario, reasons in ((patched, {"weights patched"}), (plain, set()), (patched, {"weights patched"})):
-        compared = compare(sd15, scenario)
-        assert compared.error <= LIMIT
-        row = compared.controlnets["tiny_sd15_a"]
-        assert (row["native"] if reasons else row["engine"]) > 0, row["details"]
-        assert set(row["reasons"]) == reasons
-        assert compared.unet["native"] == 0

@@ -12,8 +12,6 @@ import pytest
 import slow
 from comfy_process import ComfyProcess
 from scenarios import (
-    FUN,
-    FUN_PARTS,
     A,
     Control,
     Prompt,
@@ -26,18 +24,14 @@ from scenarios import (
     relative_difference,
 )
 
-MODELS = Path(__file__).resolve().parents[2] / "docs" / "models.md"
+TESTS = Path(__file__).resolve().parents[1]
+MODELS = TESTS.parent / "docs" / "models.md"
 LIMIT = 1e-5
 BUILD = {"when_missing": "build now"}
 XL = Scenario("sdxl", width=64, height=64, controls=(), settings=BUILD, steps=2)
 FLUX = XL.but(family="flux1", cfg=1.0)
-FLUX_VAE = "tiny_flux_kl"
 SD15 = Scenario(width=64, height=64, controls=(), settings=BUILD, steps=2)
-QWEN = SD15.but(family="qwen", unet="tiny_qwen_image", loader="TestTokenNetwork")
-KREA2 = SD15.but(family="krea2", unet="tiny_krea2")
-ANIMA = SD15.but(family="anima", unet="tiny_anima", loader="TestTokenNetwork")
-HUNYUAN = SD15.but(family="hunyuan", unet="tiny_hunyuan_video15", length=9)
-WAN = SD15.but(family="wan", unet="tiny_wan", length=9)
+
 
 def union(kind: str, image: int = 1, strength: float = 0.8, before: bool = False, file: str = "tiny_sdxl_a") -> Control:
     """A union ControlNet whose type is set in front of its engine node, or behind it."""
@@ -71,25 +65,13 @@ INT8 = 0.05
 """Of layers that round their inputs, see ``test_int8_on_an_engine_is_as_near_to_the_plain_model_as_native_is``."""
 ZIMAGE = Scenario("zimage", "tiny_zimage", controls=(), width=64, height=64, settings=BUILD, steps=2)
 Z_LORA = ("LoraLoaderModelOnly", {"lora_name": "tiny_zimage_lora.safetensors", "strength_model": 0.8})
-WITH_FUN = ZIMAGE.but(unet="tiny_zimage_16", loras_before=[FUN], parts=FUN_PARTS)
-LLLITE = ("AnimaLLLiteApply", {"model_patch": ["lllite", 0], "image": ["lllite_image", 0], "strength": 0.7,
-                               "start_percent": 0.0, "end_percent": 1.0})  # fmt: skip
-LLLITE_PARTS = {
-    "lllite": node("ModelPatchLoader", name="tiny_anima_lllite.safetensors"),
-    "lllite_image": node("TestImage", seed=3, width=72, height=64, batch=1, channels=3),
-}
-WITH_LLLITE = ANIMA.but(loras_before=[LLLITE], parts=LLLITE_PARTS)
 ADAPTER = Control("tiny_sd15_t2i", 3, 0.9, engine=False)
 KINDS = {
-    "SD1.5 and SD2": Kind([SD15.but(controls=(A,))]),
-    "SDXL": Kind([XL.but(controls=(Control("tiny_sdxl_a", 1, 0.7),))]),
-    "inpainting and instruct-pix2pix UNets": Kind([SD15.but(unet="tiny_sd15_ip2p_unet")]),
     "LCM and Turbo": Kind([
         SD15.but(patches=(("ModelSamplingDiscrete", {"sampling": "lcm", "zsnr": False}),), sampler="lcm", cfg=1.0,
                  controls=(A,)),
     ]),
     "union ControlNets": Kind([
-        XL.but(controls=(union("depth"),)),
         XL.but(controls=(union("depth", before=True),)),
         XL.but(controls=(union("canny/lineart/anime_lineart/mlsd"), Control("tiny_sdxl_a", 2, 0.5))),
         XL.but(controls=(union("auto", 3), union("tile", 2, 0.4)), batch=2),
@@ -104,114 +86,42 @@ KINDS = {
     "ControlNet shuffle (averaged residuals)": Kind([
         SD15.but(controls=(Control("tiny_sd15_shuffle", 2, 1.0), A)),
     ]),
-    "Qwen-Image and Qwen-Image-Edit": Kind([
-        QWEN.but(tokens=(9, 30)),
-        QWEN.but(width=136, height=120, batch=2, tokens=(77, 77)),
-        QWEN.but(tokens=(130, 9), settings=TORCH),
-    ]),
-    "Krea 2": Kind([
-        KREA2.but(tokens=(9, 30)),
-        KREA2.but(width=136, height=120, batch=2, tokens=(77, 77)),
-        KREA2.but(tokens=(130, 9), settings=TORCH),
-    ]),
-    "Anima": Kind([
-        ANIMA, ANIMA.but(width=136, height=120, batch=2), ANIMA.but(settings=TORCH, tokens=(130, 9)),
-    ]),
-    "Anima with LLLite": Kind([
-        WITH_LLLITE,
-        WITH_LLLITE.but(width=136, height=120, batch=2, loras_before=[
-            (LLLITE[0], LLLITE[1] | {"strength": 1.0, "end_percent": 0.5})], steps=4),
-        WITH_LLLITE.but(settings=TORCH, tokens=(130, 9)),
-        WITH_LLLITE.but(settings=TORCH, width=104, parts=LLLITE_PARTS | {
-            "lllite": node("ModelPatchLoader", name="tiny_anima_lllite_inpaint.safetensors")}),
-    ]),
-    "Wan 2.1 and 2.2 (text and image to video)": Kind([
-        WAN.but(width=104, height=72),
-        WAN.but(unet="tiny_wan22_i2v", batch=2),
-        WAN.but(unet="tiny_wan22_5b", length=0, width=96),
-        WAN.but(settings=TORCH, length=13, tokens=(130, 130)),
-    ]),
-    "VACE of Wan": Kind([WAN.but(unet="tiny_wan_vace"), WAN.but(unet="tiny_wan_vace", settings=TORCH, cfg=1.0)]),
-    "HunyuanVideo 1.5": Kind([
-        HUNYUAN.but(width=112, height=80),
-        HUNYUAN.but(tokens=(30, 9), batch=2),
-        HUNYUAN.but(unet="tiny_hunyuan_video15_sr", settings=TORCH, length=13, cfg=1.0),
-    ]),
-    "HunyuanVideo, HunyuanImage 2.1": Kind([
-        HUNYUAN.but(unet="tiny_hunyuan_video", tokens=(30, 9)),
-        HUNYUAN.but(unet="tiny_hunyuan_image21", length=0, width=160, height=96),
-        HUNYUAN.but(unet="tiny_hunyuan_image21_refiner", settings=TORCH),
-    ]),
-    "fp8 checkpoints (`comfy_quant`, `scaled_fp8`)": Kind([
-        QUANTISED.but(unet="tiny_sdxl_fp8_unet"),
-        SD15.but(unet="tiny_sd15_quantised_unet", settings=TORCH, controls=(Control("tiny_sd15_flat_a", 1, 0.7),)),
-    ]),
-    "int8 checkpoints (`comfy_quant`)": Kind([QUANTISED.but(unet="tiny_sdxl_int8_unet")], limit=INT8),
-    "Z-Image, Turbo and base": Kind([
-        ZIMAGE,
-        ZIMAGE.but(width=136, height=104, batch=2, tokens=(31, 40), cfg=1.0),
-        ZIMAGE.but(width=72, tokens=(20, 90), area=True, loras_before=[Z_LORA]),
-        ZIMAGE.but(settings=TORCH, width=88, tokens=(20, 20), loras_before=[Z_LORA]),
-        ZIMAGE.but(settings=TORCH, batch=2, tokens=(31, 40),
-                   patches=[Z_LORA, ("ModelSamplingAuraFlow", {"shift": 3.0})]),
-    ]),
-    "Z-Image with Fun control": Kind([
-        WITH_FUN,
-        WITH_FUN.but(width=136, height=104, batch=2, tokens=(31, 40), cfg=1.0, loras_before=[Z_LORA, FUN]),
-        WITH_FUN.but(settings=TORCH, parts=FUN_PARTS | {"fun": node("TestFunPatch", version="1")}),
-        WITH_FUN.but(settings=TORCH, batch=2, tokens=(31, 40), patches=[Z_LORA]),
-    ]),
     "Z-Image in fp8": Kind([ZIMAGE.but(unet="tiny_zimage_fp8", settings=TORCH, loras_before=[Z_LORA])]),
     "Z-Image in int8": Kind([ZIMAGE.but(unet="tiny_zimage_int8", settings=TORCH)], limit=INT8),
-    "Flux.1 (dev, schnell, Kontext, Fill)": Kind([
-        FLUX, FLUX.but(cfg=3.0, width=136, height=120), FLUX.but(unet="tiny_flux1_schnell_unet", batch=2),
-        FLUX.but(unet="tiny_flux1_fill_unet"), FLUX.but(settings=TORCH, tokens=(154, 77), cfg=3.0),
-    ]),
-    "Flux.2 (dev, klein)": Kind([
-        FLUX.but(unet="tiny_flux2_klein_unet"), FLUX.but(unet="tiny_flux2_klein_unet", settings=TORCH, cfg=3.0),
-    ]),
+    "Flux.2 (dev, klein)": Kind([FLUX.but(unet="tiny_flux2_klein_unet")]),
     "ControlNets of Flux.1 (InstantX, Union)": Kind([
-        FLUX.but(controls=(Control("tiny_flux1_a", 1, 0.7),), vae=FLUX_VAE),
-        FLUX.but(controls=(Control("tiny_flux1_a", 1, 0.7), Control("tiny_flux1_b", 2, 0.5, 0.0, 0.5)), vae=FLUX_VAE,
-                 cfg=3.0, width=120, height=72),
         FLUX.but(controls=(union("depth", 2, 0.6, file="tiny_flux1_union"), Control("tiny_flux1_a", 1, 0.4)),
-                 vae=FLUX_VAE, batch=2, apply="stock", settings=TORCH),
+                 vae="tiny_flux_kl"),
     ]),
     "ControlNets of Flux.1 (XLabs, Mistoline)": Kind([
-        FLUX.but(controls=(Control("tiny_flux1_xlabs", 1, 0.7),)),
         FLUX.but(controls=(Control("tiny_flux1_mistoline", 1, 0.7), Control("tiny_flux1_xlabs", 2, 0.5, 0.0, 0.5)),
                  cfg=3.0, width=144, height=80),
-        FLUX.but(controls=(Control("tiny_flux1_mistoline", 2, 0.6), Control("tiny_flux1_a", 1, 0.4)), vae=FLUX_VAE,
-                 batch=2, apply="stock", settings=TORCH),
     ]),
     "Control-LoRAs": Kind([SD15.but(controls=(Control("tiny_sd15_control_lora", 1, 0.5), A))], "unsupported model"),
 }  # fmt: skip
+
+
+ELSEWHERE = {
+    "SD1.5 and SD2": "sampling/test_parity.py",
+    "SDXL": "sampling/test_parity.py",
+    "inpainting and instruct-pix2pix UNets": "sampling/test_what_is_served.py",
+    "int8 checkpoints (`comfy_quant`)": "sampling/test_what_is_served.py",
+    "fp8 checkpoints (`comfy_quant`, `scaled_fp8`)": "backends/test_quantised_engines.py",
+    "Anima with LLLite": "families/test_absorbed_patches.py",
+    "Z-Image with Fun control": "families/test_absorbed_patches.py",
+    "Flux.1 (dev, schnell, Kontext, Fill)": "families/test_flux_prompts.py",
+} | dict.fromkeys((
+    "Qwen-Image and Qwen-Image-Edit", "Krea 2", "Anima", "Wan 2.1 and 2.2 (text and image to video)", "VACE of Wan",
+    "HunyuanVideo 1.5", "HunyuanVideo, HunyuanImage 2.1", "Z-Image, Turbo and base",
+), "families/test_family_prompts.py")  # fmt: skip
+"""Kinds of which other tests compare whole prompts with native; ``test_random_families.py`` does in a server too."""
 
 
 ONE = {name: (name, kind.scenarios[:1]) for name, kind in KINDS.items()}
 ALL = {f"all of {name}": (name, kind.scenarios) for name, kind in KINDS.items() if len(kind.scenarios) > 1}
 
 
-ELSEWHERE = {
-    "SD1.5 and SD2", "SDXL",  # ``test_parity.py``
-    "inpainting and instruct-pix2pix UNets", "union ControlNets",  # further below
-    "Qwen-Image and Qwen-Image-Edit",  # ``test_family_prompts.py``
-    "Krea 2",  # ``test_family_prompts.py``
-    "Anima",  # ``test_family_prompts.py``
-    "Anima with LLLite",  # ``test_absorbed_patches.py``
-    "Wan 2.1 and 2.2 (text and image to video)", "VACE of Wan",  # ``test_family_prompts.py``
-    "HunyuanVideo 1.5", "HunyuanVideo, HunyuanImage 2.1",  # ``test_family_prompts.py``
-    "Flux.1 (dev, schnell, Kontext, Fill)",  # ``test_flux_prompts.py``
-    "Z-Image, Turbo and base",  # ``test_family_prompts.py``
-    "Z-Image with Fun control",  # ``test_absorbed_patches.py``
-    "int8 checkpoints (`comfy_quant`)",  # further below
-    "fp8 checkpoints (`comfy_quant`, `scaled_fp8`)",  # ``test_flux_prompts.py``, ``test_quantised_engines.py``
-    "Control-LoRAs",  # ``test_fallback.py``
-}
-"""Kinds of which other tests compare a whole prompt with native too."""
-
-
-@pytest.mark.parametrize(("name", "scenarios"), slow.cases(ONE | ALL, ALL.keys() | ELSEWHERE))
+@pytest.mark.parametrize(("name", "scenarios"), slow.cases(ONE | ALL, ALL))
 def test_it_gives_natives_latent(sdxl: ComfyProcess, name: str, scenarios: Sequence[Scenario]) -> None:
     kind = KINDS[name]
     for number, scenario in enumerate(scenarios):
@@ -321,5 +231,7 @@ def rows_of(heading: str) -> dict[str, bool]:
 
 
 def test_the_tables_of_models_have_just_what_was_tried() -> None:
-    assert rows_of("## Supported models") == {name: kind.reason is None for name, kind in KINDS.items()}
+    tried = {name: kind.reason is None for name, kind in KINDS.items()} | dict.fromkeys(ELSEWHERE, True)
+    assert rows_of("## Supported models") == tried
+    assert all((TESTS / module).is_file() for module in ELSEWHERE.values())
     assert rows_of("## VAEs") == dict.fromkeys(VAES, True) | {OTHER_VAES: False}
