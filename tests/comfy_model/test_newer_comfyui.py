@@ -9,20 +9,16 @@ import weakref
 from pathlib import Path
 from typing import Any
 
-import comfy.controlnet
 import comfy.model_management
-import comfy.utils
 import pytest
 import torch
 from comfy.controlnet import ControlNet
 from comfy.model_patcher import ModelPatcher
-from control_stacks import Stacks, same
 from hybrid_trt.comfy_model import comfyui_internals, comfyui_shims
 from hybrid_trt.comfy_model.comfyui_internals import Feature
 from hybrid_trt.comfy_model.module_copy import plain_copy
 from hybrid_trt.comfy_model.snapshot import without_weights, write_structure
 from hybrid_trt.engine_library import Library, Reason, Unavailable
-from hybrid_trt.sampling.control_stack import ControlStack
 from hybrid_trt.sampling.engine_patcher import EnginePatcher
 from hybrid_trt.sessions import gpu_memory
 from hybrid_trt.sessions.cuda_graphs import GraphCache
@@ -33,7 +29,6 @@ from newer_comfyui import (
     Recording,
     fast_disk,
     free_memory_of_a_patcher,
-    hint_map,
     put_on_layers,
     recording,
 )
@@ -43,86 +38,8 @@ from small_networks import CPU, network
 from sampling import STEPS, error, sample
 
 # fixtures: pytest finds them by name
-__all__ = ["controlled", "controlnet", "fast_disk", "file", "files", "free_memory_of_a_patcher", "hint_map", "library",
+__all__ = ["controlled", "controlnet", "fast_disk", "file", "files", "free_memory_of_a_patcher", "library",
            "nothing_loaded", "recording"]  # fmt: skip
-
-
-# -- hints by the latent's size (pull request 15832)
-
-
-@pytest.fixture
-def stacks(hint_map: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Stacks:
-    return Stacks(tmp_path, monkeypatch)
-
-
-@pytest.fixture
-def resized(monkeypatch: pytest.MonkeyPatch) -> list[tuple]:
-    """The sizes that ComfyUI resizes control images to."""
-    sizes, own = [], comfy.utils.common_upscale
-
-    def seen(image: torch.Tensor, width: int, height: int, *rest: Any) -> torch.Tensor:
-        sizes.append((height, width))
-        return own(image, width, height, *rest)
-
-    seen.__code__ = seen.__code__.replace(co_filename=comfy.utils.__file__)
-    monkeypatch.setattr(comfy.utils, "common_upscale", seen)
-    return sizes
-
-
-def image(batch: int = 1, height: int = 100, width: int = 60) -> torch.Tensor:
-    return torch.rand(batch, 3, height, width, generator=torch.Generator().manual_seed(batch))
-
-
-def both(stacks: Stacks, picture: torch.Tensor) -> tuple[ControlNet, ControlStack, ControlNet]:
-    """A native control and an engine-backed one with the same image, and a stack of the latter."""
-    native, backed = stacks.chain(False, 1), stacks.chain(True, 1)
-    for control in (native, backed):
-        control.set_cond_hint(picture, 0.7)
-    return native, ControlStack(backed), backed
-
-
-def hints_given(control: ControlNet, monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
-    """The hints that a control hands to its network."""
-    seen, kind = [], type(control.control_model)
-    own = kind.__call__
-    seeing = lambda *args, hint, **rest: seen.append(hint) or own(*args, hint=hint, **rest)  # noqa: E731
-    monkeypatch.setattr(kind, "__call__", seeing)
-    return seen
-
-
-def sized_call(control: Any, height: int, width: int, step: int, batch: int = 2) -> dict:
-    """A call for two conditionings."""
-    generator = torch.Generator().manual_seed(step)
-    x, prompt = (torch.randn(shape, generator=generator) for shape in ((batch, 4, height, width), (batch, 77, 64)))
-    with torch.inference_mode():
-        return control.get_control(x, torch.full((batch,), 3.0), {"c_crossattn": prompt}, 2, {})
-
-
-def test_two_sizes_in_turn_are_made_once_each(stacks: Stacks, resized: list) -> None:
-    native, stack, backed = both(stacks, image())
-    for step in range(6):
-        size = ((9, 12), (12, 9))[step % 2]
-        assert same(sized_call(stack, *size, step), sized_call(native, *size, step))
-    assert stacks.runs == 4
-    assert resized == [(72, 96), (72, 96), (96, 72), (96, 72)], "once for each of both, where one slot makes all anew"
-    assert backed.cond_hint is None, "the hint is there once"
-    assert sized_call(stack, 8, 8, 6) is not None
-    assert list(backed.cond_hints) == [(12, 9), (8, 8)], "as many stay as ComfyUI keeps"
-
-
-def test_two_images_in_a_batch_join_and_what_the_network_makes_of_them_is_kept(
-    stacks: Stacks, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    native, stack, backed = both(stacks, image(2))
-    seen = hints_given(backed, monkeypatch)
-    for step in range(4):
-        assert same(sized_call(stack, 9, 12, step, batch=4), sized_call(native, 9, 12, step, batch=4))
-    assert stacks.runs == 3
-    assert {hint.shape[0] for hint in seen} == {4}
-    assert seen[1] is seen[2] is seen[3], "one tensor, or all that is remembered by it would be made anew"
-    repeated = comfy.controlnet.broadcast_image_to(native.cond_hints[9, 12], 4, 2)
-    assert torch.equal(seen[1], repeated)
-    assert backed.control_model.handle.session.live.passes.computed == 2, "ComfyUI's first call, and all after"
 
 
 # -- attributes on layers

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -229,18 +230,6 @@ def of_network(vae: VAE) -> torch.Tensor:
     return vae.first_stage_model.decode(torch.randn(1, 4, 16, 16, generator=torch.Generator().manual_seed(1)))
 
 
-def vae_patch(patcher: Any) -> None:
-    packs.patch(patcher, of="taesd_decoder")
-
-
-def vae_layer(patcher: Any) -> None:
-    packs.put_layer(patcher, "taesd_decoder.1")
-
-
-def vae_injection(patcher: Any) -> None:
-    packs.put_in(patcher, "taesd_decoder.1")
-
-
 def vae_clone(vae: VAE, change: Callable[[Any], None]) -> torch.Tensor:
     patcher = vae.patcher.clone().clone()
     change(patcher)
@@ -276,14 +265,16 @@ def nothing(_patcher: Any) -> None:
     """Leave a patcher as it is."""
 
 
+PATCH, LAYER = partial(packs.patch, of="taesd_decoder"), partial(packs.put_layer, name="taesd_decoder.1")
+INJECTION = partial(packs.put_in, name="taesd_decoder.1")
 VAE_WAYS = (vae_clone, vae_copy, vae_deep_copy, vae_in_place, vae_gone)
 
 
 @pytest.mark.fault("another pack patches a VAE's weights behind its engine node",
                    see="normal speed: *weights patched* or *model patched*")
 @pytest.mark.parametrize(("way", "change"), [
-    *((way, vae_patch) for way in VAE_WAYS), *((way, vae_layer) for way in VAE_WAYS),
-    (vae_clone, vae_injection), (vae_copy, vae_injection), (vae_in_place, vae_injection)])
+    *((way, PATCH) for way in VAE_WAYS), *((way, LAYER) for way in VAE_WAYS),
+    *((way, INJECTION) for way in (vae_clone, vae_copy, vae_in_place))])
 def test_patches_on_a_vaes_weights_act_as_in_native(
     vae_files: Path, vae_library: Library, way: Callable, change: Callable
 ) -> None:
@@ -313,6 +304,6 @@ def test_a_compiled_vae_has_the_weights_of_the_patcher_that_is_loaded(vae_files:
     built_vae(network, library, "torch")
     handle = EngineHandle.look_up(network, EngineChoice(vae_profile(network), backend="torch"), library, "vae")
     backed = vae_with_engines(vae, {Role.VAE_DECODER: handle})
-    for way, change in ((vae_clone, vae_patch), (vae_copy, vae_layer), (vae_copy, nothing), (vae_in_place, vae_patch)):
+    for way, change in ((vae_clone, PATCH), (vae_copy, LAYER), (vae_copy, nothing), (vae_in_place, PATCH)):
         assert error(way(backed, change), way(plain, change)) <= LIMIT
         assert handle.stats.engine + handle.stats.native == 1
