@@ -20,10 +20,8 @@ from hybrid_trt.comfy_model.changed_layers import LayerWatch
 from hybrid_trt.comfy_model.network import NativeNetwork
 from hybrid_trt.engine_library import Library, Reason, Unavailable
 from hybrid_trt.nodes.sampler_patch import _for_model
-from hybrid_trt.sampling import call_stats
-from hybrid_trt.sampling.call_stats import prompt_stats
 from hybrid_trt.sampling.engine_status import status
-from hybrid_trt.sampling.model_wrapper import SECOND_MODEL, patch_model
+from hybrid_trt.sampling.model_wrapper import patch_model
 from memory_fixtures import file, library
 from patched import LIMIT, NAME, Patched, built_here, load, natively, sampling_node, with_lora
 
@@ -347,11 +345,3 @@ def test_the_second_model_of_a_guider_keeps_what_stands_behind_its_sampler_patch
         assert second.counts == ((STEPS, 0) if change is with_lora and backend == "torch" else (0, STEPS))
     assert error(guided_by_two(first.model, second.model), plain) <= LIMIT
     assert second.counts == (STEPS, 0)
-
-
-def test_a_second_model_without_a_sampler_patch_is_counted_for_itself(file: Path, library: Library) -> None:
-    patched, second = Patched(load(file), library), load(file)
-    assert error(guided_by_two(patched.model, second), guided_by_two(load(file), second)) <= LIMIT
-    assert patched.counts == (STEPS, 0)
-    rows = {row.name: (row.engine, row.native) for row in prompt_stats(next(reversed(call_stats._prompts)))}
-    assert rows == {NAME: (STEPS, 0), SECOND_MODEL: (0, STEPS)}

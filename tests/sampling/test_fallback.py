@@ -257,3 +257,42 @@ def test_a_sampler_patch_without_an_engine_leaves_the_one_before_it_in_place(sd1
     latent, report, _ = ran(sd15, built)
     assert relative_difference(latent, native_latent(sd15, ALONE.but(seed=926))) <= LIMIT
     assert report["unet"] == {"engine": STEPS, "native": 0, "reasons": {}}
+
+
+OTHER = "tiny_sd15_other_unet.safetensors"
+LIVE = {"backend": "torch", "model": ["other", 0]}
+
+
+def guided_by_two(built: Prompt, second: list) -> Prompt:
+    """The prompt with a guider that asks another model for the negative prediction."""
+    given = built["sampler"]["inputs"]
+    built["noise"] = node("RandomNoise", noise_seed=given["seed"])
+    built["method"] = node("KSamplerSelect", sampler_name="euler")
+    built["sigmas"] = node("BasicScheduler", model=given["model"], scheduler="normal", steps=4, denoise=1.0)
+    built["guider"] = node(
+        "DualModelGuider", model=given["model"], model_negative=second, cfg=4.0, positive=given["positive"],
+        negative=given["negative"])
+    built["sampler"] = node(
+        "SamplerCustomAdvanced", noise=["noise", 0], guider=["guider", 0], sampler=["method", 0], sigmas=["sigmas", 0],
+        latent_image=given["latent_image"])
+    return built
+
+
+@pytest.mark.parametrize("patched", [True, False])
+def test_each_model_of_a_guider_that_samples_with_two_has_its_own_engine_and_count(
+    sd15: ComfyProcess, patched: bool
+) -> None:
+    def graph(engines: bool) -> Prompt:
+        built = prompt(ALONE, engines, f"two_models_{engines}")
+        built["other"] = node("UNETLoader", unet_name=OTHER, weight_dtype="default")
+        if engines and patched:
+            built["other_engine"] = node("TRTUNetEngine", **built["unet_engine"]["inputs"] | LIVE)
+            built["other_patch"] = node("TRTSamplerPatch", model=["other", 0], engine=["other_engine", 0])
+        return guided_by_two(built, ["other_patch" if engines and patched else "other", 0])
+
+    native = latent_of(sd15.queue(graph(False)))
+    history = sd15.queue(graph(True))
+    assert relative_difference(latent_of(history), native) <= LIMIT
+    rows = {row["name"]: (row["engine"], row["native"]) for row in history.output("report", "report")[0]["rows"]}
+    second = {OTHER: (4, 0)} if patched else {"a second model without TRT Sampler Patch": (0, 4)}
+    assert rows == {"tiny_sd15_unet.safetensors": (4, 0)} | second
