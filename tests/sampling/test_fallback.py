@@ -146,7 +146,7 @@ def test_an_engine_of_another_model_is_never_used(sd15: ComfyProcess, other: str
 
 
 def test_an_sdxl_controlnet_on_an_sd15_model_fails_as_in_native_and_the_server_lives(sd15: ComfyProcess) -> None:
-    wrong = ENGINES.but(controls=(Control("tiny_sdxl_a"),))
+    wrong = ENGINES.but(controls=(Control("tiny_sdxl_a"),), settings={"backend": "torch"})
     native = sd15.queue(prompt(wrong, engines=False, name="native"))
     engine = sd15.queue(prompt(wrong, engines=True, name="engine"))
     assert native.status == engine.status == "error"
