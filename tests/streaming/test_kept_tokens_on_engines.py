@@ -12,10 +12,9 @@ import comfy.sd
 import pytest
 import torch
 from comfy.patcher_extension import WrappersMP
-from comfy.utils import load_torch_file
 from earlier_keys import EarlierKeys
 from fake_recorder import Recorder
-from given_frames import Given, apart, image, prompts, stock, streamed, with_image
+from given_frames import Given, apart, image, prompts, stock, streamed, vae, with_image
 from hybrid_trt.architectures.kept_tokens import PLACE, KeptTokens
 from hybrid_trt.architectures.shapes import sample_inputs
 from hybrid_trt.backends import backends
@@ -32,10 +31,15 @@ from on_engines import OnEngines, steady_after_two
 from patched import Patched, library_of, load
 from small_networks import CPU, LAYOUTS, network
 
-__all__ = ["file", "steady_after_two"]  # fixtures: pytest finds them by name
+__all__ = ["file", "steady_after_two", "vae"]  # fixtures: pytest finds them by name
 
 EULER = Settings(steps=2, cfg=2.0, sampler_name="euler", scheduler="simple", denoise=0.6, seed=7)
 LIMIT = 1e-5
+
+
+def stream_of(file: Path, vae: comfy.sd.VAE, folder: Path, own: Settings) -> Stream:
+    """A stream whose UNet is on live weights."""
+    return Stream(Patched(load(file), Library([folder]), "torch").model, vae, *prompts(), own)
 
 
 def handle_of(stream: Stream) -> EngineHandle:
@@ -64,12 +68,10 @@ def numbered(*images: torch.Tensor) -> list[Frame]:
     (2, 2.0, True), pytest.param(1, 1.0, False, marks=pytest.mark.slow),
     pytest.param(1, 2.0, True, marks=pytest.mark.slow), pytest.param(2, 1.0, True, marks=pytest.mark.slow)])
 def test_live_weights_make_the_pictures_of_native_with_the_tokens_of_earlier_frames(
-    file: Path, models: dict[str, Path], tmp_path: Path, remembered: int, cfg: float, calls_captured: bool
+    file: Path, vae: comfy.sd.VAE, tmp_path: Path, remembered: int, cfg: float, calls_captured: bool
 ) -> None:
     own, frames = replace(EULER, remembered=remembered, cfg=cfg), numbered(*map(image, range(6)))
-    patched, vae = Patched(load(file), Library([tmp_path]), "torch"), comfy.sd.VAE(
-        sd=load_torch_file(str(models["tiny_sdxl_taesd"])))
-    stream, source = Stream(patched.model, vae, *prompts(), own), Given(*frames)
+    stream, source = stream_of(file, vae, tmp_path, own), Given(*frames)
     handle = handle_of(stream)
     recorder = handle.session.graphs._capture = Recorder() if calls_captured else None
     streamed(stream, source)
@@ -121,12 +123,10 @@ def test_a_size_that_comes_again_begins_anew_and_is_captured_anew(
     see="that frame is made again at normal speed, and seen by none after it; the next has that one before it",
 )
 def test_a_frame_that_an_engine_spoilt_is_seen_by_none_after_it(
-    file: Path, models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    file: Path, vae: comfy.sd.VAE, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     own, frames = replace(EULER, remembered=1), numbered(*map(image, range(5)))
-    patched, vae = Patched(load(file), Library([tmp_path]), "torch"), comfy.sd.VAE(
-        sd=load_torch_file(str(models["tiny_sdxl_taesd"])))
-    stream, source = Stream(patched.model, vae, *prompts(), own), Given(*frames, ready=False)
+    stream, source = stream_of(file, vae, tmp_path, own), Given(*frames, ready=False)
     session, run = handle_of(stream).session, handle_of(stream).session.run
     calls: list[int] = []
 
@@ -141,12 +141,10 @@ def test_a_frame_that_an_engine_spoilt_is_seen_by_none_after_it(
 
 
 def test_a_call_that_native_takes_over_sees_and_leaves_the_same_tokens(
-    file: Path, models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    file: Path, vae: comfy.sd.VAE, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     own, frames = replace(EULER, remembered=1), numbered(*map(image, range(4)))
-    patched, vae = Patched(load(file), Library([tmp_path]), "torch"), comfy.sd.VAE(
-        sd=load_torch_file(str(models["tiny_sdxl_taesd"])))
-    stream, source = Stream(patched.model, vae, *prompts(), own), Given(*frames)
+    stream, source = stream_of(file, vae, tmp_path, own), Given(*frames)
     handle = handle_of(stream)
     session, run, calls = handle.session, handle.session.run, []
 
@@ -165,11 +163,10 @@ def test_a_call_that_native_takes_over_sees_and_leaves_the_same_tokens(
 
 @pytest.mark.slow
 def test_a_file_engine_leaves_such_calls_to_native_with_the_reason(
-    file: Path, models: dict[str, Path], tmp_path: Path
+    file: Path, vae: comfy.sd.VAE, tmp_path: Path
 ) -> None:
     own, frames = replace(EULER, remembered=1), numbered(*map(image, range(3)))
-    patched, vae = Patched(load(file), library_of(file, tmp_path)), comfy.sd.VAE(
-        sd=load_torch_file(str(models["tiny_sdxl_taesd"])))
+    patched = Patched(load(file), library_of(file, tmp_path))
     stream, source = Stream(patched.model, vae, *prompts(), own), Given(*frames)
     streamed(stream, source)
     assert patched.counts == (0, 3 * own.steps)
