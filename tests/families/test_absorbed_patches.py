@@ -112,6 +112,12 @@ def test_a_control_image_of_another_size_is_embedded_once_per_run(
     assert passes.computed == before + kind.passes
 
 
+def test_inpainting_and_its_mask_are_served(
+    models: dict[str, Path], kind: AbsorbedPatch, model: ModelPatcher, tmp_path: Path
+) -> None:
+    all_differ([kind.served(native, tmp_path) for native in kind.inpainting(models, model)][:5])
+
+
 @LIKE_LLLITE
 def test_control_goes_on_and_off_between_prompts(
     kind: AbsorbedPatch, model: ModelPatcher, patch: ModelPatcher, tmp_path: Path

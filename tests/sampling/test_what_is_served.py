@@ -201,11 +201,11 @@ ELSEWHERE = {
     "Anima with LLLite",  # ``test_absorbed_patches.py``
     "Wan 2.1 and 2.2 (text and image to video)", "VACE of Wan",  # ``test_family_prompts.py``
     "HunyuanVideo 1.5", "HunyuanVideo, HunyuanImage 2.1",  # ``test_family_prompts.py``
-    "Flux.1 (dev, schnell, Kontext, Fill)",  # ``test_flux_prompts.py``
+    "Flux.1 (dev, schnell, Kontext, Fill)",  # ``test_family_prompts.py``
     "Z-Image, Turbo and base",  # ``test_family_prompts.py``
     "Z-Image with Fun control",  # ``test_absorbed_patches.py``
     "int8 checkpoints (`comfy_quant`)",  # further below
-    "fp8 checkpoints (`comfy_quant`, `scaled_fp8`)",  # ``test_flux_prompts.py``, ``test_quantised_engines.py``
+    "fp8 checkpoints (`comfy_quant`, `scaled_fp8`)",  # ``test_family_prompts.py``, ``test_quantised_engines.py``
     "Control-LoRAs",  # ``test_fallback.py``
 }
 """Kinds of which other tests compare a whole prompt with native too."""
