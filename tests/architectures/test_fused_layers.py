@@ -9,33 +9,15 @@ import slow
 import torch
 from comfy.ldm.modules.attention import BasicTransformerBlock
 from comfy.ldm.modules.diffusionmodules.openaimodel import ResBlock
-from fake_recorder import Recorder
-from hybrid_trt.architectures import architecture_of, ldm
+from hybrid_trt.architectures import ldm
 from hybrid_trt.architectures.fused_linear import FusedLinear, fuse
-from hybrid_trt.architectures.shapes import sample_inputs
-from hybrid_trt.backends import backends
-from hybrid_trt.backends.torch_inductor.session import LiveSession
 from hybrid_trt.comfy_model.network import NativeNetwork
 from hybrid_trt.engine_library.engine import relative_error
+from live_sessions import error, given_for, opened
 from small_networks import CPU, native_call, network, with_lora
 from torch.utils._python_dispatch import TorchDispatchMode
 
-SIZES = {"B": 2, "H": 9, "W": 12, "T": 77, "HB": 1}
 LAYOUTS = ["sd15_as_published", "sdxl_as_published", "unlike_levels"]
-
-
-def given_for(net: NativeNetwork, seed: int = 1) -> dict[str, torch.Tensor]:
-    return sample_inputs(architecture_of(net.module).inputs(net.module, "float32"), SIZES, seed)
-
-
-def opened(net: NativeNetwork) -> LiveSession:
-    return LiveSession(net, backends()["torch"], "float32", Recorder())
-
-
-def error(session: LiveSession, net: NativeNetwork, given: dict[str, torch.Tensor]) -> float:
-    with torch.inference_mode():
-        results = session.run(given).values()
-        return max(relative_error(r, n) for r, n in zip(results, native_call(net, given), strict=True))
 
 
 class Products(TorchDispatchMode):
