@@ -10,7 +10,6 @@ from typing import Any
 import comfy.model_management as comfy_management
 import comfy.model_patcher as comfy_patcher
 import pytest
-import slow
 import torch
 from comfy.ldm.models.autoencoder import AutoencoderKL, AutoencodingEngine
 from comfy.ldm.wan.vae import WanVAE
@@ -39,7 +38,6 @@ SETTINGS = {"when_missing": "build now", "min_size": 32, "opt_size": 128, "max_s
 """The last tile of a row is narrower than a picture."""
 KINDS = {"kl": "tiny_kl.safetensors", "taesd": "tiny_sdxl_taesd.safetensors"}
 SIZES = RequestedSizes(64, 128, 256)
-CALLS = {"decode": "vae_decoder", "encode": "vae_encoder"}
 
 
 def graph(kind: str, call: str, backend: str = "", width: int = 136, height: int = 120, batch: int = 1, **tiles: int
@@ -73,16 +71,6 @@ def compared(comfy: ComfyProcess, native: Prompt, engine: Prompt) -> dict[str, A
     return row
 
 
-@slow.when("encode", but=["taesd"])
-@pytest.mark.parametrize("call", CALLS)
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_vae_on_an_engine_gives_natives_picture(comfy: ComfyProcess, kind: str, call: str) -> None:
-    for sizes in ({}, {"width": 64, "height": 200}, {"width": 101, "height": 139, "batch": 3}):
-        row = compared(comfy, graph(kind, call, **sizes), graph(kind, call, "onnxruntime", **sizes))
-        counts = (row["kind"], row["engine"], row["native"])
-        assert counts == (CALLS[call], sizes.get("batch", 1), 0), row["details"]
-
-
 def test_torch_serves_what_it_compiled_and_the_next_size_runs_normally(comfy: ComfyProcess) -> None:
     """Live weights alone do not serve a VAE: a picture of another size than the compiled ones runs on native."""
     for calls in ((0, 1), (1, 0)):  # nothing tells the size of a picture from a file before it ran
@@ -92,15 +80,6 @@ def test_torch_serves_what_it_compiled_and_the_next_size_runs_normally(comfy: Co
     row = compared(comfy, graph("taesd", "decode", **other), graph("taesd", "decode", "torch", **other) | {
         "node": node("TRTVAEEngine", vae=["loader", 0], backend="torch", **SETTINGS | {"when_missing": "use native"})})
     assert row["reasons"] == {"size the engine was not built for": 1}, row["details"]
-
-
-def test_tiled_decoding_runs_on_the_engine(comfy: ComfyProcess) -> None:
-    tiles = {"tile_size": 128, "overlap": 32, "temporal_size": 64, "temporal_overlap": 8}
-    size = {"width": 200, "height": 168}
-    built = graph("taesd", "decode", "onnxruntime", **size, **tiles)
-    row = compared(comfy, graph("taesd", "decode", **size, **tiles), built)
-    assert row["native"] == 0, row["details"]
-    assert row["engine"] > 3, "each tile is a call"
 
 
 def sampled(backend: str = "", width: int = 224, height: int = 224, batch: int = 1, **tiles: int) -> Prompt:

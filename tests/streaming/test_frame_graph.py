@@ -140,16 +140,6 @@ def test_weights_that_moved_are_captured_anew(
     assert apart(source.pictures[8], wanted(ours, OWN, given[8])) <= LIMIT
 
 
-@pytest.mark.slow
-def test_frames_of_another_size_are_captured_anew(file: Path, models: dict[str, Path], tmp_path: Path) -> None:
-    ours = OnEngines(file, models, tmp_path)
-    given = [Frame(n, image(40 + n, 64 if n < 5 else 128)) for n in range(9)]
-    pictures = ours.run(*given)
-    assert ours.recorder.captured == 2
-    for number in (4, 8):
-        assert apart(pictures[number], wanted(ours, OWN, given[number])) <= LIMIT
-
-
 @pytest.mark.fault("a frame of a stream cannot be captured as a CUDA graph",
                    see="nothing: its frames are launched kernel by kernel; the log tells why")
 def test_frames_that_cannot_be_captured_run_as_before(file: Path, models: dict[str, Path], tmp_path: Path) -> None:
