@@ -107,8 +107,9 @@ def sample(
 class Patched:
     """A network's model with an engine behind the sampler patch."""
 
-    def __init__(self, network: NativeNetwork, folder: Path, backend: str, any_weights: bool = False):
-        choice = EngineChoice(profile_of(network), backend=backend, replaceable=any_weights)
+    def __init__(self, network: NativeNetwork, folder: Path, backend: str, any_weights: bool = False,
+                 profile: Profile | None = None):
+        choice = EngineChoice(profile or profile_of(network), backend=backend, replaceable=any_weights)
         self.handle = EngineHandle.look_up(network, choice, Library([folder]), f"{backend} in {folder}")
         self.model = patch_model(network.patcher, self.handle)
 
