@@ -12,12 +12,13 @@ from typing import Any
 import pytest
 import slow
 import torch
-from absorbed_patches import KINDS, AbsorbedPatch, all_differ, control_image, places_of
+from absorbed_patches import KINDS, AbsorbedPatch, all_differ, places_of
 from built_once import built_once
 from comfy.model_patcher import ModelPatcher
 from comfy_execution.graph import DynamicPrompt
 from compiling import COMPILES
 from family_contract import LIMIT, difference, live
+from fun import picture as control_image
 from hybrid_trt.architectures.calls import Unsupported
 from hybrid_trt.architectures.shapes import Profile
 from hybrid_trt.backends import backends

@@ -81,23 +81,24 @@ def test_a_node_that_cannot_run_for_each_frame_is_an_error_and_no_old_image(
     assert words in history.error
 
 
-@pytest.mark.parametrize("way", ["frames", "latent of a model", "mask"])
-def test_a_frame_that_reaches_anything_but_a_controlnets_image_is_an_error(comfy: ComfyProcess, way: str) -> None:
-    case = replace(ONE, unet="tiny_sd15_ip2p_unet") if way == "latent of a model" else ONE
-    prompt = streamed(case, example=["frames", 0])
-    stream = prompt["stream"]["inputs"]
-    if way == "frames":
-        stream["frames"], words = ["frame", 0], "reaches TRTStream, which"
-    elif way == "latent of a model":
-        prompt["ip2p"] = node("InstructPixToPixConditioning", positive=stream["positive"], negative=stream["negative"],
-                              vae=["vae", 0], pixels=["frame", 0])  # fmt: skip
-        stream["positive"], words = ["ip2p", 0], "reaches InstructPixToPixConditioning, which"
-    else:
-        prompt["mask"] = node("ImageToMask", image=["frame", 0], channel="red")
-        prompt["masked"] = node("ConditioningSetMask", conditioning=stream["positive"], mask=["mask", 0], strength=1.0,
-                                set_cond_area="default")  # fmt: skip
-        stream["positive"], words = ["masked", 0], "reaches ImageToMask, which"
+WAYS = {
+    "TRTStream": ("", {}),
+    "InstructPixToPixConditioning": ("tiny_sd15_ip2p_unet", {"odd": node(
+        "InstructPixToPixConditioning", positive=["apply_tiny_sd15_a", 0], negative=["apply_tiny_sd15_a", 1],
+        vae=["vae", 0], pixels=["frame", 0])}),
+    "ImageToMask": ("", {"mask": node("ImageToMask", image=["frame", 0], channel="red"), "odd": node(
+        "ConditioningSetMask", conditioning=["apply_tiny_sd15_a", 0], mask=["mask", 0], strength=1.0,
+        set_cond_area="default")}),
+}  # fmt: skip
+"""The node that a frame reaches -> the model, and the nodes on the way to the stream's prompt."""
+
+
+@pytest.mark.parametrize("reached", WAYS)
+def test_a_frame_that_reaches_anything_but_a_controlnets_image_is_an_error(comfy: ComfyProcess, reached: str) -> None:
+    unet, nodes = WAYS[reached]
+    prompt = streamed(replace(ONE, unet=unet), example=["frames", 0]) | nodes
+    prompt["stream"]["inputs"] |= {"positive": ["odd", 0]} if nodes else {"frames": ["frame", 0]}
     history = comfy.queue(prompt)
     assert history.status == "error"
-    assert words in history.error
+    assert f"reaches {reached}, which" in history.error
     assert "Wire it to the images of ControlNets alone." in history.error

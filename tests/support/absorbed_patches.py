@@ -111,10 +111,6 @@ def all_differ(latents: list[torch.Tensor]) -> None:
     assert all(relative_error(a, b) > 100 * LIMIT for a, b in itertools.combinations(latents, 2))
 
 
-def control_image(seed: int = 2, height: int = 64, width: int = 48, images: int = 1) -> torch.Tensor:
-    return torch.rand(images, height, width, 3, generator=torch.Generator().manual_seed(seed))
-
-
 def places_of(model: ModelPatcher) -> dict[str, list]:
     return model.model_options["transformer_options"]["patches"]
 
