@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import comfy.sd
 import pytest
 import torch
 from comfy.patcher_extension import WrappersMP
 from comfy_process import ComfyProcess
-from earlier_keys import EarlierKeys
 from fake_recorder import Recorder
 from given_frames import Given, apart, image, prompts, random, stock, streamed, vae, with_image
 from hybrid_trt.architectures.kept_tokens import PLACE, KeptTokens
@@ -41,6 +41,28 @@ __all__ = ["file", "steady_after_two", "vae"]  # fixtures: pytest finds them by 
 
 EULER = Settings(steps=2, cfg=2.0, sampler_name="euler", scheduler="simple", denoise=0.6, seed=7)
 LIMIT = 1e-5
+
+
+PROMPT = 77
+"""Keys of the prompt: attention to these is left as it is."""
+
+
+class EarlierKeys:
+    """A second way to see earlier frames, to compare with: their keys and values behind the frame's, not their tokens."""
+
+    def __init__(self, frames: int):
+        self.frames, self.earlier, self.now = frames, [], []
+
+    def next_frame(self) -> None:
+        self.earlier, self.now = [self.now, *self.earlier][: self.frames], []
+
+    def __call__(self, native: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, heads: int, **options: Any
+                 ) -> torch.Tensor:  # fmt: skip
+        if k.shape[1] != PROMPT:
+            before = [frame[len(self.now)] for frame in self.earlier if frame]
+            self.now.append((k, v))
+            k, v = (torch.cat([own, *(one[part] for one in before)], 1) for part, own in enumerate((k, v)))
+        return native(q, k, v, heads, **options)
 
 
 def stream_of(file: Path, vae: comfy.sd.VAE, folder: Path, own: Settings) -> Stream:
