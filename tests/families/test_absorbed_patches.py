@@ -120,16 +120,6 @@ def test_inpainting_and_its_mask_are_served(
 
 
 @LIKE_LLLITE
-def test_control_goes_on_and_off_between_prompts(
-    kind: AbsorbedPatch, model: ModelPatcher, patch: ModelPatcher, tmp_path: Path
-) -> None:
-    controlled = [kind.behind(model, patch, control_image(seed)) for seed in (2, 5)]
-    for native, name in ((controlled[0], kind.name), (model, kind.base), (controlled[1], kind.name)):
-        kind.served(native, tmp_path)
-        assert kind.network(native).architecture().name == name
-
-
-@LIKE_LLLITE
 def test_another_file_is_served_with_its_own_weights(
     kind: AbsorbedPatch, model: ModelPatcher, patch: ModelPatcher, other: ModelPatcher, tmp_path: Path
 ) -> None:

@@ -48,7 +48,7 @@ PROMPT = 77
 
 
 class EarlierKeys:
-    """A second way to see earlier frames, to compare with: their keys and values behind the frame's, not their tokens."""
+    """Another way to see earlier frames, to compare with: keys and values behind the frame's, not tokens."""
 
     def __init__(self, frames: int):
         self.frames, self.earlier, self.now = frames, [], []
