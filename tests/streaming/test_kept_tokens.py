@@ -290,25 +290,6 @@ def test_every_layout_gives_and_takes_the_tokens_that_natives_layers_have(layout
     assert all(map(torch.allclose, native._calls[CPU, 0].now, ours._calls[CPU, 0].now, [1e-3] * 99, [1e-4] * 99))
 
 
-def test_tokens_that_a_replay_wrote_are_kept_although_no_code_ran_for_its_frame() -> None:
-    kept, x = KeptTokens(1), torch.zeros(1, 4, 2, 2)
-    kept.begin((1, 4, 2, 2))
-    kept.launch()
-    kept.keep(x, [torch.ones(1, 4, 3)])
-    kept.begin((1, 4, 2, 2))
-    assert kept.full
-    kept.launch()
-    (written,) = kept._calls[x.device, 0].now
-    read = kept.before(x)[1][0]
-    kept.keep(x, [torch.full((1, 4, 3), 2.0)])
-    for value in (3.0, 4.0):
-        kept.begin((1, 4, 2, 2))
-        written.fill_(value)
-    kept.begin((1, 4, 2, 2))
-    assert torch.equal(read, torch.full((1, 4, 3), 4.0))
-    assert kept.full
-
-
 def test_a_call_of_another_size_at_the_same_place_of_a_frame_begins_anew() -> None:
     kept = KeptTokens(1)
     seen = []
