@@ -150,9 +150,9 @@ def test_the_hint_is_encoded_once_per_image_and_size() -> None:
         given["x"], given["timesteps"] = given_for(net, step)["x"], given_for(net, step)["timesteps"]
         assert error(session, net, given) <= 1e-5
     assert session.live.passes.computed == 1
-    for _ in range(3):  # two images on one ControlNet do not mix
-        for one in (given, given | {"hint": given_for(net, 99)["hint"]}):
-            assert error(session, net, one) <= 1e-5
+    other = given | {"hint": given_for(net, 99)["hint"]}
+    for one in (given, other) * 3:  # two images on one ControlNet do not mix
+        assert error(session, net, one) <= 1e-5
     assert session.live.passes.computed == 2, "another image"
     given = given_for(net, 6, H=10)
     assert error(session, net, given) <= 1e-5

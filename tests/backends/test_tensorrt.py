@@ -191,7 +191,8 @@ def test_turing_computes_in_half_precision_alone(refused: str, target: str, buil
     request = small_request(refused, tmp_path)
     with pytest.raises(BuildError, match="set precision to float16, all that TensorRT-RTX computes in on Turing"):
         RTX.build(replace(request, target="sm_75"), ignore)
-    request = request if built == refused else small_request(built, tmp_path)
+    (tmp_path / "half").mkdir()
+    request = request if built == refused else small_request(built, tmp_path / "half")
     assert RTX.build(replace(request, target=target), ignore) == ["engine.trt"]
 
 
