@@ -72,8 +72,8 @@ def test_half_precision_is_as_near_to_float32_as_native_is(
     call = family.calls[name]
     exact, half = (family.network(models, call.file, one) for one in (torch.float32, dtype))
     given = call.drawn(exact)
-    narrow = {name: value if name in OF_ANY_TYPE else pytree.tree_map_only(torch.Tensor, lambda one: one.to(dtype), value)
-              for name, value in given.items()}  # fmt: skip
+    narrowed = pytree.tree_map_only(torch.Tensor, lambda one: one.to(dtype), given)
+    narrow = narrowed | {name: given[name] for name in OF_ANY_TYPE if name in given}
     wanted, native = natively(exact, given), natively(half, narrow)
     found = on_engine(half, live(half, str(dtype).removeprefix("torch.")), narrow)
     assert found.dtype == native.dtype == dtype
