@@ -19,7 +19,6 @@ from hybrid_trt.engine_library import Library
 from hybrid_trt.sessions.file_session import FileSession
 from model_families import for_each
 from token_calls import profile_of
-from torch.utils import _pytree as pytree
 
 CPU = torch.device("cpu")
 OF_ANY_TYPE = ("timestep", "timesteps", "transformer_options")
@@ -72,8 +71,8 @@ def test_half_precision_is_as_near_to_float32_as_native_is(
     call = family.calls[name]
     exact, half = (family.network(models, call.file, one) for one in (torch.float32, dtype))
     given = call.drawn(exact)
-    narrowed = pytree.tree_map_only(torch.Tensor, lambda one: one.to(dtype), given)
-    narrow = narrowed | {name: given[name] for name in OF_ANY_TYPE if name in given}
+    narrow = {name: value.to(dtype) if torch.is_tensor(value) and name not in OF_ANY_TYPE else value
+              for name, value in given.items()}  # fmt: skip
     wanted, native = natively(exact, given), natively(half, narrow)
     found = on_engine(half, live(half, str(dtype).removeprefix("torch.")), narrow)
     assert found.dtype == native.dtype == dtype

@@ -1,4 +1,4 @@
-"""Flux.1 and Flux.2: the guidance that is rounded, a LoRA that widens a layer, a build that serves all."""
+"""Flux.1 and Flux.2: what native rounds in half precision, a LoRA that widens a layer, a build that serves all."""
 
 from __future__ import annotations
 
@@ -12,20 +12,31 @@ import torch
 from builds import until
 from comfy.ldm.flux.layers import timestep_embedding
 from comfy_process import ComfyProcess
-from family_contract import ACTS, LIMIT, drawing
-from flux_networks import call, network
+from family_contract import ACTS, LIMIT, drawing, error_of, live
+from flux_networks import call, network, residuals
 from hybrid_trt.architectures.flux import thousandths
 from hybrid_trt.comfy_model.network import NativeNetwork
 from hybrid_trt.engine_library import Reason
 from hybrid_trt.engine_library.engine import relative_error
 from hybrid_trt.sampling.engine_status import status
 from hybrid_trt.sampling.report import report_text
-from model_families.flux import FILE, prompt
+from model_families.flux import FILE, TWO, prompt
 from scenarios import Scenario, latent_of, native_latent, relative_difference
 from scenarios import prompt as prompt_of
 from token_calls import Patched, network_of, profile_of
 
 from sampling import error
+
+
+@pytest.mark.parametrize(("dtype", "limit"), [(torch.bfloat16, 1e-2), (torch.float16, 1e-3)])
+@pytest.mark.parametrize("layout", ["dev", "flux2"])
+def test_in_half_precision_it_rounds_as_native_does(layout: str, dtype: torch.dtype, limit: float) -> None:
+    """Guidance too: native multiplies it by 1000 in half precision, which makes 3.5 another number."""
+    net = network(layout, dtype)
+    session = live(net, net.precision)
+    for number, changes in enumerate(({}, {"batch": 2, "references": TWO})):
+        given = call(net, **changes, control=residuals(net, 24 if layout == "dev" else 96, "ab", "cca"))
+        assert error_of(net, session, given) <= limit, number
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])

@@ -77,8 +77,6 @@ FAMILY = Family(
     any_size={layout: ({"B": 1, "N": tokens, "T": 9}, tuple(f"{layout}: {name}" for name in (
         "a picture", "batch 2, an odd size, a long prompt", "two references", "some residuals, batch 1")))
               for layout, tokens in (("dev", 24), ("klein", 96))},
-    half={f"{layout}: {name}": [torch.bfloat16, torch.float16] for layout, name in (
-        ("dev", "two references by index"), ("flux2", "two references by index"))},
     steady={"dev: a picture": ("pe_prompt", "pe_image")},
     refused={"dev: a picture": [
         ({"attention_mask": torch.ones(1, 1, 33, 33)}, "attention_mask"),
