@@ -8,7 +8,6 @@ import os
 import re
 import shlex
 import shutil
-import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -18,12 +17,11 @@ from typing import Any
 
 import folder_paths  # noqa: F401  (a command finds ComfyUI by it)
 import pytest
-from builds import ROOT, children, contents, gone
+from builds import ROOT, contents
 from drawn_workflows import drawn
 from fake_engine import publish
 from hybrid_trt.comfy_model import hash_cache
 from hybrid_trt.engine_builder.command_line import main as cli_module
-from hybrid_trt.engine_library.atomic_files import sweep
 from hybrid_trt.engine_library.safe_files import NOTES
 from PIL import Image
 from PIL.PngImagePlugin import PngInfo
@@ -314,15 +312,6 @@ def test_mistakes_are_told_in_a_sentence(
     assert "Traceback" not in message
 
 
-@pytest.fixture
-def renamed_pack(tmp_path: Path) -> Path:
-    """The pack in a folder whose name is no identifier, and no link."""
-    pack = tmp_path / "some pack-1.0"
-    keep = shutil.ignore_patterns(".git", "tests", "workflows", "docs", "__pycache__", "build")
-    shutil.copytree(ROOT, pack, ignore=keep)
-    return pack
-
-
 def test_names_that_the_output_cannot_hold_are_escaped_and_one_given_twice_is_one(
     environment: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -339,27 +328,3 @@ def test_a_reader_that_has_had_enough_is_no_error_to_tell(environment: Any, tmp_
     process.stdout.close()
     assert process.stderr.read() == ""
     assert process.wait() == 1
-
-
-@pytest.mark.slow  # ``test_build_child.py`` and ``test_build_in_comfyui.py`` kill who builds, too
-def test_a_killed_build_leaves_no_process_and_no_half_engine(
-    environment: Any, build: tuple[str, ...], tmp_path: Path, renamed_pack: Path
-) -> None:
-    cli = CommandLine(tmp_path / "library", environment.comfyui, renamed_pack)
-    process = cli.start(*build)
-    try:
-        for line in process.stderr:
-            if "starting the exporter" in line:
-                break
-        builders = children(process.pid)
-        process.send_signal(signal.SIGKILL)
-        process.wait(60)
-        assert builders
-        assert gone(builders)
-        assert json.loads(cli("list", "--json"))["engines"] == []
-    finally:
-        process.kill()
-        process.wait()
-    assert all(name.startswith(".") for name in contents(cli.library))
-    assert sweep(cli.library)
-    assert not [name for name in contents(cli.library) if name.startswith(".building")]

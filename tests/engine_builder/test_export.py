@@ -250,26 +250,6 @@ def test_a_graph_that_differs_from_native_is_refused_with_the_figures(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_values_that_are_not_finite_never_pass() -> None:
-    good = torch.ones(4)
-    bad = torch.tensor([1.0, float("nan"), 1.0, 1.0])
-    assert relative_error(bad, good) == relative_error(good, bad) == float("inf")
-    assert relative_error(bad, bad) == float("inf")
-
-
-def test_a_build_that_is_cancelled_leaves_nothing(tmp_path: Path) -> None:
-    class Cancelled(Exception):
-        pass
-
-    def cancel(phase: str, _fraction: float) -> None:
-        if phase.startswith("comparing"):
-            raise Cancelled
-
-    with pytest.raises(Cancelled):
-        build_engine(order_of(network("unet", "unlike_levels")), Library([tmp_path]), cancel, run=run_here)
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_networks_without_an_architecture_are_named() -> None:
     net = network("unet", "unlike_levels")
     net.module.num_classes = "continuous"
