@@ -127,13 +127,6 @@ def test_publishing_the_same_key_replaces_the_engine(tmp_path: Path) -> None:
     assert [p.name for p in tmp_path.iterdir()] == [engine.folder.name]
 
 
-def test_what_is_being_built_is_not_in_the_library(tmp_path: Path) -> None:
-    library = Library([tmp_path])
-    engine = publish(library, identity())
-    engine.folder.rename(tmp_path / ".building-1-x")
-    assert library.engines() == []
-
-
 def test_a_renamed_folder_is_still_found(tmp_path: Path) -> None:
     engine = publish(Library([tmp_path]), identity())
     engine.folder.rename(tmp_path / "my favourite engine")

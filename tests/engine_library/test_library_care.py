@@ -316,16 +316,6 @@ def test_a_library_that_others_may_write_is_told_once(
     assert all(str(root) in text for text in told)
 
 
-def test_leftovers_are_swept_when_the_library_is_next_built_into(tmp_path: Path) -> None:
-    (tmp_path / ".building-1-x").mkdir()
-    (tmp_path / ".building-1-x" / "model.onnx").write_text("half")
-    library = Library([tmp_path])
-    folder = library.building_folder()
-    assert contents(tmp_path) == [folder.name, folder.name + ".lock"]
-    library.discard(folder)
-    assert contents(tmp_path) == []
-
-
 def test_folders_of_the_user_come_before_our_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Builds go to the first folder. ComfyUI reads extra_model_paths.yaml before it loads packs."""
     import folder_paths

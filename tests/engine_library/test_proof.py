@@ -170,16 +170,12 @@ def test_another_gpu_is_another_matter(tmp_path: Path) -> None:
     assert Library([tmp_path]).find(wanted(engine, ""), lambda _: None) == engine, "the graph was compared on the CPU"
 
 
-def test_what_was_built_without_a_gpu_is_checked_on_one_before_it_serves_there(tmp_path: Path) -> None:
-    engine = publish_engine(tmp_path)
+@pytest.mark.parametrize("name", ["model.onnx", "engine.trt", "B2-H8-W8.bin"])
+def test_what_was_built_without_a_gpu_is_checked_on_one_before_it_serves_there(tmp_path: Path, name: str) -> None:
+    engine = publish_engine(tmp_path, name=name)
     assert Library([tmp_path]).find(wanted(engine, ""), lambda _: None) == engine
     assert "has not run on a GPU yet and was not compared with the normal model on" in why_not(engine, HERE)
     assert Library([tmp_path]).unchecked(wanted(engine, HERE), lambda _: None) == engine, "Check engine finds it"
-
-
-@pytest.mark.parametrize("name", ["engine.trt", "B2-H8-W8.bin"])
-def test_that_holds_for_compiled_programs_too(tmp_path: Path, name: str) -> None:
-    assert "has not run on a GPU yet" in why_not(publish_engine(tmp_path, name=name), HERE)
 
 
 def test_the_page_is_told_how_fast_an_engine_was_in_its_proof(tmp_path: Path) -> None:
@@ -199,11 +195,3 @@ def test_blocks_that_were_timed_alone_say_nothing_of_a_whole_call(tmp_path: Path
         assert trust.is_slow(engine, HERE) is slow
         assert trust.call_times([engine]) is None, "the report says how much faster a call is by this"
         assert engine_json(engine)["speed"] is None
-
-
-def test_a_record_whose_gpu_was_edited_is_none(tmp_path: Path) -> None:
-    engine = publish_engine(tmp_path)
-    trust.keep(engine.folder, engine.manifest, trust.Record(trust.BUILT, gpu=HERE))
-    path = engine.folder / trust.RECORD_NAME
-    path.write_text(path.read_text().replace(HERE, ELSEWHERE))
-    assert trust.record_of(engine) is None
