@@ -170,11 +170,13 @@ def test_a_workflow_is_accelerated_into_a_file_beside_it(environment: Any, tmp_p
     assert sorted(path.suffix for path in tmp_path.iterdir()) == [".json", ".json"]
 
 
+@pytest.mark.fault("a workflow has half a character", see="an error in one sentence")
 @pytest.mark.parametrize(("text", "words"), [
-    ("{", "is no JSON"), ("[]", "is no workflow"), ('{"nodes": [1], "links": [], "version": 0.4}', "it is damaged"),
+    ('{"1": "\\ud83d"}', "half a character"), ('{"\\udc00": 1}', "half a character"), ("{", "is no JSON"),
+    ("[]", "is no workflow"), ('{"nodes": [1], "links": [], "version": 0.4}', "it is damaged"),
     ('{"nodes": [], "links": [], "version": 1}', "only workflows of version 0.4"), ("[" * 9999, "nested more than 100"),
     ('{"nodes": [], "x": NaN}', "NaN is no JSON"), (" " * (NOTES + 1), "has more than 32 MB; take the pictures out"),
-], ids=["no JSON", "a list", "damaged", "another version", "nested", "NaN", "huge"])  # fmt: skip
+], ids=["half a value", "half a name", "no JSON", "list", "damaged", "version", "nested", "NaN", "huge"])  # fmt: skip
 def test_files_that_are_no_workflows_are_told_in_a_sentence(
     environment: Any, tmp_path: Path, text: str, words: str
 ) -> None:

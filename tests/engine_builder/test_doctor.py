@@ -27,7 +27,7 @@ from hybrid_trt.engine_builder.command_line import main as cli_module
 from hybrid_trt.engine_builder.doctor import KeptWarnings, Place, as_text, report
 from hybrid_trt.engine_builder.doctor.privacy import SECRETS, hider
 from hybrid_trt.engine_library import BuildError, Library, fleet_key, trust
-from our_routes import OURS, ask
+from our_routes import ask
 from pack import ROOT
 from scenarios import Scenario, prompt
 
@@ -289,13 +289,6 @@ def test_it_tells_whether_a_fleet_key_is_in_use_and_never_the_key(
     assert f'"{fleet_key.VARIABLE}": "set"' in told
     assert "cannot be read" in told
     assert secret not in told, "somebody took the variable for the key's place"
-
-
-@pytest.mark.parametrize("headers", [{}, OURS | {"Origin": "https://evil.example"}], ids=["no header", "origin"])
-def test_pages_of_other_sites_get_no_report(comfy: ComfyProcess, headers: dict[str, str]) -> None:
-    status, told = ask(comfy, "GET", "/doctor", headers=headers)
-    assert status == 403
-    assert "versions" not in str(told)
 
 
 def test_every_secret_that_is_read_from_the_environment_is_in_the_list_of_secrets() -> None:
