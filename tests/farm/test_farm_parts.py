@@ -100,6 +100,8 @@ sys.stdin.readline()
 
 
 @needs_ray
+@pytest.mark.fault("a farm is started on a port that is taken",
+                   see="an error in one sentence; the first farm serves on")
 def test_a_farm_has_its_port_from_its_start_on_and_another_one_is_told_that_it_is_taken() -> None:
     """Ray takes seconds until it listens."""
     port = free_port()
@@ -355,6 +357,8 @@ json.dump([asyncio.run(told(*lives)) for lives in json.loads(sys.argv[1])] + [as
 
 
 @needs_ray
+@pytest.mark.fault("the ComfyUI of a farm's worker dies while it renders",
+                   see="another worker renders the prompt, and a new one takes its place")
 def test_a_prompt_that_has_ended_is_not_rendered_again_and_one_that_kills_workers_ends_after_three() -> None:
     lives = [[["started", "done"]], [["started"], ["done"]], [["refused"]], [[], ["started"], []]]
     done = subprocess.run([FARM_PYTHON, "-c", GATE_WITH_WORKERS_THAT_DIE, json.dumps(lives)], cwd=ROOT,
