@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from browser import ComfyPage, comfy_page
-from build_page import browser
+from browser import ComfyPage
 from comfy_process import ComfyProcess
 from engine_page import EnginePage
 from make_workflows import build_blueprint
-from playwright.sync_api import Browser
 from workflow_blueprints import BLUEPRINTS
-
-__all__ = ["browser"]  # a fixture
 
 FOLDER = Path(__file__).resolve().parents[2] / "subgraphs"
 TITLE = "Two ControlNets, accelerated"
@@ -35,12 +30,6 @@ WIRE = """() => { const node = app.graph.nodes.find(n => n.isSubgraphNode?.());
     const report = make('TRTReport', 1000);
     node.connect(0, report, 0);
     report.connect(0, make('SaveImage', 1500), 0); }"""
-
-
-@pytest.fixture(scope="module")
-def opened(browser: Browser, comfy: ComfyProcess) -> Iterator[ComfyPage]:
-    with comfy_page(browser, comfy.url) as page:
-        yield page
 
 
 def in_short(blueprint: dict[str, Any]) -> Any:
@@ -65,16 +54,16 @@ def test_comfyui_lists_the_blueprints_of_this_pack(comfy: ComfyProcess) -> None:
 
 @pytest.mark.browser
 @pytest.mark.parametrize("blueprint", BLUEPRINTS, ids=lambda one: one.recipe.name)
-def test_files_are_what_the_recipes_make(opened: ComfyPage, blueprint: Any) -> None:
-    made = build_blueprint(opened, blueprint, {"hybrid-trt": "0.0.0", "comfy-core": "0.0.0"})
+def test_files_are_what_the_recipes_make(one_page: ComfyPage, blueprint: Any) -> None:
+    made = build_blueprint(one_page, blueprint, {"hybrid-trt": "0.0.0", "comfy-core": "0.0.0"})
     shipped = json.loads((FOLDER / f"{blueprint.recipe.title}.json").read_text(encoding="utf-8"))
     assert in_short(made) == in_short(shipped), "run tools/make_workflows.py"
 
 
 @pytest.mark.browser
 @pytest.mark.slow
-def test_a_blueprint_found_by_search_runs_on_engines(opened: ComfyPage, sd15: ComfyProcess) -> None:
-    raw, page = opened.page, EnginePage(opened, "blueprint")
+def test_a_blueprint_found_by_search_runs_on_engines(one_page: ComfyPage, sd15: ComfyProcess) -> None:
+    raw, page = one_page.page, EnginePage(one_page, "blueprint")
     raw.evaluate("() => { app.extensionManager.command.execute('Comfy.NewBlankWorkflow') }")
     raw.evaluate("() => { app.extensionManager.command.execute('Workspace.SearchBox.Toggle') }")
     field = raw.get_by_role("dialog").last.locator("input").first
@@ -83,14 +72,14 @@ def test_a_blueprint_found_by_search_runs_on_engines(opened: ComfyPage, sd15: Co
     page.shot("found")
     field.press("Enter")
     raw.mouse.move(600, 300)
-    opened.settle()
+    one_page.settle()
     raw.mouse.click(600, 300)
     raw.wait_for_function("title => app.graph.nodes.some(n => n.title === title)", arg=TITLE)
-    opened.settle()
+    one_page.settle()
     raw.evaluate(WIRE)
-    outputs = opened.queue()
-    opened.fit()
+    outputs = one_page.queue()
+    one_page.fit()
     page.shot("ran")
     (report,) = (output["report"][0] for output in outputs.values() if "report" in output)
     assert [(row["engine"], row["native"]) for row in report["rows"]] == [(4, 0)] * 3 + [(1, 0)], "the VAE decodes once"
-    assert not opened.errors
+    assert not one_page.errors

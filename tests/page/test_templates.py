@@ -3,23 +3,18 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import slow
-from browser import ComfyPage, comfy_page
-from build_page import browser
-from comfy_process import ComfyProcess
+from browser import ComfyPage
 from engine_page import EnginePage
 from PIL import Image
-from playwright.sync_api import Browser
 from shipped_workflows import FOLDER, NAMES, TITLES, shipped
 from workflow_recipes import RECIPES
 from workflow_thumbnails import thumbnail
 
-__all__ = ["browser"]  # a fixture
-
+BOTH_KINDS_OF_NODES = True
 WIDTH, HEIGHT = 1366, 768
 #: What of the window the page's own furniture leaves: sidebar, tabs.
 LEFT, TOP = 58, 38
@@ -34,16 +29,10 @@ VIEW = """() => { const { scale, offset } = app.canvas.ds;
                  .map(r => [r.x, r.y, r.width, r.height]) }; }"""
 
 
-@pytest.fixture(scope="module")
-def small_page(browser: Browser, comfy: ComfyProcess) -> Iterator[ComfyPage]:
-    with comfy_page(browser, comfy.url, width=WIDTH, height=HEIGHT) as page:
-        yield page
-
-
-@pytest.fixture(scope="module", params=[False, True], ids=["litegraph", "vue"])
-def small(request: pytest.FixtureRequest, small_page: ComfyPage) -> ComfyPage:
-    small_page.show_as(request.param)
-    return small_page
+@pytest.fixture
+def small(opened: ComfyPage) -> ComfyPage:
+    opened.page.set_viewport_size({"width": WIDTH, "height": HEIGHT})
+    return opened
 
 
 OPENED_SMALL = ("sd15_controlnet_stack", "sd15_advanced", "sd15_depth_and_pose", "flux1_controlnet")

@@ -189,6 +189,12 @@ def test_huge_and_broken_bodies_are_refused(comfy: ComfyProcess) -> None:
         assert ask(comfy, "POST", "/settings", b'{"limit_gb": ' + number + b"}")[0] == 400
 
 
+def test_a_number_that_json_cannot_give_back_is_refused(comfy: ComfyProcess) -> None:
+    body = json.dumps({"workflow": {**DRAWN, "extra": {"x": "HERE"}}, "what": "add"}).replace('"HERE"', "1e999")
+    status, answer = ask(comfy, "POST", "/accelerate", body.encode())
+    assert (status, "larger than any number" in answer["error"]) == (400, True)
+
+
 @pytest.mark.fault("a request's body is compressed, or is said to be", see="an error in one sentence, at once")
 @pytest.mark.parametrize("path", ["/settings", "/nodes", "/accelerate", "/builds/clear"])
 def test_compressed_bodies_are_refused_at_once(comfy: ComfyProcess, path: str) -> None:

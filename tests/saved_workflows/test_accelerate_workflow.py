@@ -6,10 +6,10 @@ import copy
 from typing import Any
 
 import pytest
-from drawn_workflows import OBJECT_INFO, drawn, subgraph, wires
+from drawn_workflows import OBJECT_INFO, accelerated, drawn, restored, subgraph, wires
 from hybrid_trt.saved_workflows.accelerate import PASSES_ON, accelerate, remove
 from hybrid_trt.saved_workflows.api_format import change_prompt
-from hybrid_trt.saved_workflows.graph import Workflow, WorkflowError
+from hybrid_trt.saved_workflows.graph import Workflow
 from hybrid_trt.saved_workflows.to_prompt import is_link, to_prompt
 
 SAMPLED = subgraph({"s": "Sampler"}, "in.0 s.0, s.0 out.0", "MODEL", "LATENT")
@@ -142,12 +142,6 @@ CASES: dict[str, tuple[dict[str, Any], list[str]]] = {
 }
 
 
-def accelerated(data: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Return an accelerated copy, and the types of the nodes that were added."""
-    changed = copy.deepcopy(data)
-    return changed, [node["type"] for node in accelerate(Workflow(changed))]
-
-
 def ways(prompt: dict[str, Any]) -> list[str]:
     """Return the ways from samplers to loaders, by the first input of each node that is wired."""
     def up(node: str) -> list[str]:
@@ -180,9 +174,7 @@ def test_a_node_stands_behind_the_last_lora_of_each_way(case: str) -> None:
 def test_a_second_press_adds_nothing_and_removal_restores_the_wiring(case: str) -> None:
     data = CASES[case][0]
     changed, _ = accelerated(data)
-    assert accelerated(changed)[1] == []
-    assert remove(Workflow(changed))
-    assert wires(changed) == wires(data)
+    assert restored(changed, data)
 
 
 @pytest.mark.parametrize("case", [case for case, (data, _) in CASES.items() if "definitions" not in data])
@@ -259,8 +251,7 @@ def test_a_vae_that_a_patch_before_the_node_needs_goes_through_it_for_all_others
     types = {number: node["type"] for number, node in graph.nodes.items()}
     assert {(types[link.origin], types[link.target]) for link in graph.links.values() if link.slot > 0} == {
         ("Loader", "ZImageFunControlnet"), ("Loader", "TRTAccelerate"), ("TRTAccelerate", "Decode")}
-    assert remove(Workflow(changed))
-    assert wires(changed) == wires(data)
+    assert restored(changed, data)
 
 
 @pytest.mark.parametrize("data", [
@@ -316,14 +307,6 @@ def test_what_stands_right_moves_right_and_groups_grow() -> None:
     assert right[0] > node["pos"][0] + node["size"][0]
 
 
-@pytest.mark.parametrize(("data", "words"), [
-    ({"nodes": []}, "no lists"), ({"nodes": [], "links": [], "version": 1}, "0.4"),
-])  # fmt: skip
-def test_what_is_no_workflow_is_told(data: dict[str, Any], words: str) -> None:
-    with pytest.raises(WorkflowError, match=words):
-        Workflow(data)
-
-
 TWO = {"vae": "VAELoader", "load": "Loader", "lora": "LoraLoader", "s": "Refine", "one": "DecodeLatent",
        "other": "Loader", "t": "Refine", "two": "DecodeLatent"}  # fmt: skip
 BRANCHES = "load.0 lora.0, lora.0 s.0, s.0 one.0, vae.0 one.1, other.0 t.0, t.0 two.0, vae.0 two.1"
@@ -353,8 +336,7 @@ def test_a_vae_of_two_branches_goes_through_the_node_of_each(
         assert added == ["TRTAccelerate"] * 2
         assert accelerated(changed)[1] == []
         prompt = to_prompt(changed, OBJECT_INFO)
-        remove(Workflow(changed))
-        assert wires(changed) == wires(data)
+        assert restored(changed, data)
     found = {}
     for title in ways:
         node = prompt[prompt[titles[title]]["inputs"]["VAE"][0]]["inputs"]
@@ -379,9 +361,7 @@ def test_a_controlnet_of_two_branches_gets_a_node_of_its_own(wired: str, nodes: 
         if types[link.target] == "Apply" and types[link.origin] == "TRTAccelerate":
             samplers = [number for number in graph.needing(link.target) if types[number] == "Control"]
             assert all(graph.depends_on(number, link.origin) for number in samplers)
-    assert accelerated(changed)[1] == []
-    remove(Workflow(changed))
-    assert wires(changed) == wires(data)
+    assert restored(changed, data)
 
 
 @pytest.mark.parametrize("api", [False, True], ids=["UI", "API"])

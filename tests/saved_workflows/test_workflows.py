@@ -11,12 +11,10 @@ import slow
 from comfy_process import ComfyProcess
 from make_workflows import pack_version
 from scenarios import latent_of, relative_difference
-from shipped_workflows import FOLDER, NAMES, TITLES, TRANSFORMERS, object_info, shipped
+from shipped_workflows import FOLDER, NAMES, TITLES, TRANSFORMERS, shipped
 from tiny_prompts import without_text_encoders
 from workflow_recipes import with_tiny_models
 from workflow_to_prompt import VIRTUAL, Prompt, bypass, set_widget, to_prompt
-
-__all__ = ["object_info"]  # a fixture: pytest finds it by name
 
 #: Calls in four steps: of the UNet, and of all ControlNets together, each in its range.
 CALLS = {

@@ -17,11 +17,9 @@ from hybrid_trt.streaming import pictures
 from live_client import image, joined, run_stream
 from live_stream import by_stock_nodes, live
 from pack import ROOT
-from shipped_workflows import object_info, shipped
+from shipped_workflows import shipped
 from workflow_recipes import with_tiny_models
 from workflow_to_prompt import to_prompt
-
-__all__ = ["object_info"]  # a fixture: pytest finds it by name
 
 
 def same(picture: torch.Tensor, wanted: torch.Tensor) -> bool:

@@ -1,4 +1,7 @@
-"""Prompts of ComfyUI's queue that are still to order a node's build: the page shows them between press and job."""
+"""Prompts of ComfyUI's queue that are still to order a node's build: the page shows them between press and job.
+
+A malformed prompt of another user costs nobody a thing.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +15,23 @@ from execution import PromptQueue
 from hybrid_trt.architectures.shapes import SIZE_NAMES
 from hybrid_trt.nodes.engines import NodeInput
 from hybrid_trt.page_api import build_orders
-from hybrid_trt.page_api.build_orders import ORDER, PendingOrders, order_of, running_orders, workflow_of
-from hybrid_trt.page_api.workflow_graph import for_one_network, node_key
+from hybrid_trt.page_api.build_orders import (
+    ORDER,
+    PendingOrders,
+    order_of,
+    running_orders,
+    running_pictures,
+    workflow_of,
+)
+from hybrid_trt.page_api.read_graph import nodes_of
+from hybrid_trt.page_api.workflow_graph import (
+    asked_pictures,
+    for_one_network,
+    model_name,
+    node_key,
+    upstream,
+    whole_prompt,
+)
 
 PROMPT: dict[str, Any] = {
     "1": {"class_type": "Loader", "inputs": {"ckpt_name": "a"}},
@@ -130,3 +148,98 @@ def test_a_node_that_builds_for_other_numbers_has_the_key_that_the_page_asks_by_
     node_input = NodeInput(DynamicPrompt(sent), "2", network, auto)
     assert node_input.key == node_key(for_one_network(follows, "2", network), "2")
     assert node_input.key != node_key(for_one_network(sent, "2", network), "2")
+
+
+# Prompts that no page makes
+
+GRAPH: dict[str, Any] = {
+    "1": {"class_type": "Loader", "inputs": {"ckpt_name": "a"}},
+    "2": {"class_type": "TRTUNetEngine", "inputs": {"model": ["1", 0]}},
+    "3": {"class_type": "TRTAccelerate", "inputs": {"model": ["1", 0], "vae": ["1", 2], "control_net_1": ["1", 1]}},
+    "4": {"class_type": "KSampler", "inputs": {"model": ["2", 0], "latent_image": ["5", 0], "cfg": 7}},
+    "5": {"class_type": "EmptyLatentImage", "inputs": {"width": 64, "height": 64}},
+    "6": {"class_type": "VAEDecode", "inputs": {"samples": ["4", 0], "vae": ["3", 1]}},
+}
+
+
+def nested(depth: int) -> list:
+    value: list = []
+    for _ in range(depth):
+        value = [value]
+    return value
+
+
+NO_NODES: list[Any] = [
+    None, True, 7, 1.5, "", "x", [], ["1", 0], {}, {"class_type": "A"}, {"inputs": {}},
+    {"class_type": None, "inputs": {}},
+    {"class_type": 7, "inputs": {}}, {"class_type": ["A"], "inputs": {}}, {"class_type": {}, "inputs": {}},
+    {"class_type": "A", "inputs": None}, {"class_type": "A", "inputs": []}, {"class_type": "A", "inputs": "x"},
+    {"class_type": "A", "inputs": 7}, {"class_type": "TRTUNetEngine"}, {"class_type": nested(50), "inputs": {}},
+]  # fmt: skip
+"""Things that may stand in the place of a node."""
+VALUES: list[Any] = [
+    ["2", 0], ["9", 0], ["9", []], ["9", None], ["9", {"a": nested(20)}], ["9", "0"], [7, 0], ["9"], ["1", 10**400],
+    10**400, -(10**400), 1e308, nested(60), nested(90), {"a": nested(90)}, "\ud800", "x\0y", True, None, {}, "x" * 9999,
+]  # fmt: skip
+"""Values that may stand in the place of an input."""
+
+
+def variants() -> list[dict[str, Any]]:
+    """The graph with each place of it in turn in a form that nobody expects."""
+    found = [{**GRAPH, "1": {"class_type": "Loader", "inputs": {name: ["9", 0]}}, "9": wrong}
+             for wrong in NO_NODES for name in ("opt_size", "when_missing", "a")]  # fmt: skip
+    found += [{**GRAPH, node: wrong} for wrong in NO_NODES for node in GRAPH]
+    for node, entry in GRAPH.items():
+        for name in (*entry["inputs"], "more", "opt_size", "samples", "latent_image", "guider", "tile_size"):
+            found += [{**GRAPH, node: {**entry, "inputs": {**entry["inputs"], name: value}}} for value in VALUES]
+    chain = {str(n): {"class_type": "A", "inputs": {"a": [str(n + 1), 0]}} for n in range(100, 900)}
+    return [*found, {**GRAPH, **chain, "1": {"class_type": "A", "inputs": {"a": ["100", 0], "b": ["4", 0]}}}]
+
+
+def put_graph(queue: PromptQueue, name: str, prompt: Any, graph: Any = None, outputs: Any = ("6",)) -> None:
+    order = {ORDER: {"nodes": list(GRAPH), "graph": GRAPH if graph is None else graph}}
+    queue.put((0, name, copy.deepcopy(prompt), order, outputs, {}))
+
+
+@pytest.mark.fault("a malformed prompt of another user waits in the queue", see="nothing")
+def test_a_malformed_prompt_that_waits_costs_other_prompts_nothing(queue: PromptQueue) -> None:
+    put_graph(queue, "0 own", GRAPH)
+    queue.get()
+    for number, graph in enumerate(variants()):
+        put_graph(queue, f"{number} prompt", graph)
+        put_graph(queue, f"{number} order", GRAPH, graph)
+    for number, outputs in enumerate([None, 7, "6", [7], [["6"]], {}]):
+        put_graph(queue, f"{number} outputs", GRAPH, outputs=outputs)
+    queue.put((0, "z short"))
+    orders = PendingOrders()
+    orders.given("0 own", "key")
+    assert len(orders.by_prompt()["0 own"]) == 3, "UNet, ControlNet and VAE"
+    assert order_of("0 own").graph == GRAPH
+    assert running_orders() == "0 own"
+
+
+def test_only_the_own_prompt_is_read_when_a_node_tells_of_its_order(
+    queue: PromptQueue, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[str] = []
+    monkeypatch.setattr(build_orders, "_ordered", lambda item: read.append(item.prompt_id) or set())
+    put_graph(queue, "0 own", GRAPH)
+    queue.get()
+    put_graph(queue, "1 another", GRAPH)
+    PendingOrders().given("0 own", "key")
+    assert read == ["0 own"]
+
+
+@pytest.mark.fault("the running prompt has malformed nodes", see="nothing of ours: ComfyUI tells about them")
+def test_a_running_prompt_is_read_without_its_malformed_nodes(queue: PromptQueue) -> None:
+    for number, graph in enumerate(variants()):
+        put_graph(queue, f"{number}", graph)
+        item, handle = queue.get()
+        running_pictures()
+        prompt = DynamicPrompt(item[2])
+        for node in ("2", "3", "6"):
+            assert set(whole_prompt(prompt, node)) <= set(nodes_of(item[2]))
+            assert isinstance(model_name(prompt, node, "model", "none"), str)
+            assert len(set(upstream(prompt, node))) <= len(item[2]) + 1
+            assert isinstance(asked_pictures(item[2], node, "model"), tuple)
+        queue.task_done(handle, {}, None)
