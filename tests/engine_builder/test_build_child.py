@@ -18,13 +18,13 @@ from typing import Any
 import psutil
 import pytest
 import slow
-from builds import PROFILE, PROMPTLY, ROOT, children, gone, slow_backend, small_disk, until
+from builds import PROFILE, PROMPTLY, ROOT, children, gone, slow_backend, until
 from hybrid_trt import backends
 from hybrid_trt.engine_builder import worker_process
 from hybrid_trt.engine_builder.worker.main import _keep_to, in_json
 from hybrid_trt.engine_builder.worker_process import run_in_worker
 from hybrid_trt.engine_builder.worker_tasks import stack_of
-from hybrid_trt.engine_library import BuildError, LibraryError
+from hybrid_trt.engine_library import BuildError
 
 Build = Callable[..., dict]
 
@@ -200,14 +200,6 @@ def test_a_crash_is_told_in_a_sentence(build: Build, behaviour: str, says: str) 
     assert re.search(says, text), text
     assert "the normal model keeps running" in text
     assert children() == []
-
-
-def test_a_disk_that_the_backend_fills_is_told_as_such(build: Build, task: dict, tmp_path: Path) -> None:
-    with small_disk(tmp_path / "disk", 20 << 10) as disk:
-        task["folder"] = str(disk / "work")
-        (disk / "work").mkdir()
-        with pytest.raises(LibraryError, match=r"disk of .* is full.*the normal model keeps running; delete engines"):
-            build("disk")
 
 
 IMPORTS = """

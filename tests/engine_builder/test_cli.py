@@ -233,29 +233,6 @@ def test_all_that_a_stock_workflow_needs_is_built_in_the_sizes_of_its_picture(
     assert json.loads(source.read_text()) == STOCK
 
 
-@pytest.mark.slow
-def test_a_prompt_of_the_api_is_accelerated_and_a_missing_file_is_told(
-    comfyui_with_models: Path, tmp_path: Path
-) -> None:
-    cli, source = CommandLine(tmp_path / "library", comfyui_with_models), saved(tmp_path / "api.json", STOCK)
-    started = [cli.start("accelerate", str(source), "--device", "cpu")]
-    missing = STOCK | {"load": {"class_type": "CheckpointLoaderSimple", "inputs": {"ckpt_name": "gone.safetensors"}}}
-    lost = saved(tmp_path / "missing.json", missing)
-    started.append(cli.start("build", "--workflow", str(lost), "--device", "cpu"))
-    (_, told), (_, refused) = (process.communicate(timeout=120) for process in started)
-    assert started[0].returncode == 0, told
-    prompt = json.loads((tmp_path / "api (accelerated).json").read_text())
-    (node,) = prompt.keys() - STOCK.keys()
-    assert prompt["sampler"]["inputs"]["model"] == [node, 0]
-    assert prompt["decode"]["inputs"]["vae"] == [node, 1]
-    expected = {"model": ["load", 0], "vae": ["load", 2], "when_missing": "use native"}
-    assert prompt[node]["inputs"].items() >= expected.items()
-    assert started[1].returncode == 1
-    sentence = refused.strip().splitlines()[-1]
-    assert sentence.startswith("gone.safetensors is missing: put it where CheckpointLoaderSimple (node load) looks")
-    assert "Traceback" not in refused
-
-
 BARE = (sys.executable, "-S", "-m", "engine_builder")
 """In a Python without any package: none of ComfyUI's, not even torch."""
 

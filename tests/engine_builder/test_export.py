@@ -24,9 +24,8 @@ from hybrid_trt.engine_builder.build import build_engine, run_here
 from hybrid_trt.engine_builder.order import BuildOrder
 from hybrid_trt.engine_builder.worker import parity
 from hybrid_trt.engine_builder.worker.onnx_export import export_onnx
-from hybrid_trt.engine_library import BuildError, Engine, Fallback, Library, Reason, Unavailable
+from hybrid_trt.engine_library import BuildError, Engine, Library, Reason, Unavailable
 from hybrid_trt.engine_library.engine import relative_error
-from hybrid_trt.sampling.engine_handle import EngineChoice, EngineHandle
 from hybrid_trt.sessions.file_session import FileSession
 from small_networks import CPU, LAYOUTS, HintEncoder, native_call, network, with_lora
 
@@ -223,22 +222,6 @@ def test_weights_are_in_a_file_beside_the_graph(tmp_path: Path) -> None:
     assert record["rel_err"] <= 1e-5
 
 
-def test_the_reference_is_float32_and_leaves_the_network_as_it_was() -> None:
-    half, full = (network("unet", "unlike_levels", torch.float16) for _ in range(2))
-    full.module.float().dtype = torch.float32
-    architecture = architecture_of(half.module)
-    inputs = architecture.inputs(half.module, "float16")
-    half.module.dtype = torch.float16
-    cases, expected = (parity.reference_cases(architecture.function(m), inputs, architecture.examples(PROFILE).compared)
-                       for m in (half.module, full.module))
-    for case, other in zip(cases, expected, strict=True):
-        assert case.expected[0].dtype == torch.float32
-        assert torch.equal(case.expected[0], other.expected[0])
-    assert half.module.dtype == torch.float16
-    assert {p.dtype for p in half.module.parameters()} == {torch.float16}
-    assert not any(m._forward_pre_hooks or m._forward_hooks for m in half.module.modules())
-
-
 @pytest.mark.fault("an export computes something else than the normal model",
                    see="an error in one sentence, with the difference")
 def test_a_graph_that_differs_from_native_is_refused_with_the_figures(
@@ -269,16 +252,3 @@ def test_resampling_resblocks_are_not_mistaken_for_a_known_layout(
 
 def test_tiny_models_are_of_the_layouts_that_the_server_tests_need() -> None:
     assert len(tiny_recipes.SD15["channel_mult"]) > 1, "without a downsample, odd sizes prove nothing"
-
-
-def test_calls_after_a_failed_build_run_native_for_that_reason_until_an_engine_is_there(tmp_path: Path) -> None:
-    net = network("unet", "unlike_levels")
-    choice = EngineChoice(PROFILE, backend="onnxruntime")
-    handle = EngineHandle.look_up(net, choice, Library([tmp_path]), f"node of {tmp_path}")
-    assert handle.fallback.reason is Reason.NO_ENGINE
-    handle.fallback = Fallback(Reason.BUILD_FAILED, "it differs from native")
-    assert handle.serve(None, dict) == (False, None)
-    assert handle.stats.reasons == {"build failed": 1}
-    built(net, tmp_path)
-    handle.refresh()
-    assert (handle.fallback, handle.session is None) == (None, False)

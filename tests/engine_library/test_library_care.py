@@ -75,19 +75,6 @@ def test_the_same_engine_in_two_folders_is_two_each_with_a_name_of_its_own(tmp_p
     assert not slow.exists()
 
 
-def test_the_page_reaches_the_same_engine_in_each_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from hybrid_trt.page_api import library_routes
-
-    roots = [tmp_path / "fast", tmp_path / "slow"]
-    name = [publish(root).folder.name for root in roots][0]
-    monkeypatch.setattr(library_routes, "library", lambda: Library(roots))
-    found = {}
-    for entry in library_routes._entries():
-        request = SimpleNamespace(match_info={"name": library_routes._entry_json(entry)["name"]})
-        found[request.match_info["name"]] = asyncio.run(library_routes._entry(request)).folder
-    assert found == {name: roots[0] / name, f"{name}@2": roots[1] / name}
-
-
 @pytest.mark.fault("a checkpoint is overwritten by another one of its name",
                    see="normal speed: *no engine*; the panel calls the engine stale")
 def test_an_engine_whose_checkpoint_was_overwritten_is_stale(tmp_path: Path) -> None:

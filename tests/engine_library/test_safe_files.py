@@ -320,19 +320,3 @@ def test_an_open_engine_computes_the_same_whatever_becomes_of_its_files(
         change()
         again = session.run(given)
         assert all(torch.equal(again[output], value) for output, value in before.items())
-
-
-@pytest.mark.fault("a file is changed through a mapping, with its old size and time",
-                   see="normal speed: *broken engine*")
-@pytest.mark.parametrize("name", ["model.onnx", "model.onnx.data"])
-def test_a_file_that_was_changed_through_a_mapping_is_not_opened_again(
-    name: str, engine: Engine, given: dict[str, torch.Tensor], kept: None
-) -> None:
-    session, path = FileSession(engine, backends()["onnxruntime"].load, torch.device("cpu")), engine.folder / name
-    with path.open("r+b") as file, mmap.mmap(file.fileno(), 0) as mapped:
-        mapped[-1] ^= 0  # from now on the system does not note when it is written
-        session.run(given)
-        session.unload()
-        mapped[-1] ^= 1
-        with pytest.raises(Unavailable, match="its hash differs"):
-            session.run(given)

@@ -128,11 +128,6 @@ class SlowBackend:
     def _error(self, request: Any, progress: Any) -> None:
         raise RuntimeError("the compiler is confused")
 
-    def _disk(self, request: Any, progress: Any) -> None:
-        with (request.folder / "large").open("wb") as file:
-            for _ in range(1000):
-                file.write(bytes(1 << 20))
-
 
 BACKEND = SlowBackend()
 BACKENDS = (BACKEND,)
