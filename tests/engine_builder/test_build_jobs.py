@@ -21,7 +21,7 @@ from hybrid_trt.engine_builder import jobs as jobs_module
 from hybrid_trt.engine_builder.expected_time import expected_seconds
 from hybrid_trt.engine_builder.jobs import BuildQueue, Job, State
 from hybrid_trt.engine_builder.order import BuildOrder
-from hybrid_trt.engine_library import EngineIdentity, Library, Manifest
+from hybrid_trt.engine_library import EngineIdentity, Library, LibraryError, Manifest
 from hybrid_trt.engine_library.engine import describe_files
 
 __all__ = ["backend", "network", "queue"]  # fixtures: pytest finds them by name
