@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import pytest
 from browser import READY, TOAST
-from build_page import NET_1, NET_2, TITLE, load, no_engines, workflow
+from build_page import NET_1, NET_2, load, no_engines, workflow
 from builds import paused
 from comfy_process import ComfyProcess
 from engine_page import EnginePage, choose, reload
@@ -29,16 +29,10 @@ LARGEST = "id => app.graph.getNodeById(id).widgets.find(w => w.name === 'max_siz
 
 
 def test_build_cancel_build_and_run(page: EnginePage) -> None:
-    """Template, Build, progress, Cancel, Build, reload in the middle, ready, run."""
+    """Build, progress, Cancel, Build, reload in the middle, ready, run."""
     no_engines(page.comfy)
     size = 384 if page.page.vue else 512  # profiles of their own, so that neither mode finds the other's engines
     raw = page.page.page
-    raw.evaluate("() => { app.extensionManager.command.execute('Comfy.BrowseTemplates') }")
-    dialog = raw.get_by_role("dialog").last
-    dialog.get_by_text("hybrid-trt", exact=True).first.click()
-    raw.get_by_test_id(f"template-workflow-{TITLE}").click()
-    raw.wait_for_function("() => app.graph.nodes.some(n => n.type === 'TRTUNetEngine')")
-    page.shot("template")
     made = workflow(page.info, max_size=size)
     load(page, made)
     net = page.node(NET_1)
@@ -102,16 +96,6 @@ def test_build_cancel_build_and_run(page: EnginePage) -> None:
     assert "4 × no engine" in native["text"]
     assert native["tone"] == "warn"
     assert page.page.problems() == []
-
-    # the two nodes without an engine of their own say it in the same way
-    said = raw.evaluate("""() => Object.fromEntries(['TRTSamplerPatch', 'TRTReport'].map(type => {
-        const { element } = app.graph.nodes.find(n => n.type === type).widgets.find(w => w.name === 'run_text');
-        return [type, [element.dataset.tone, element.textContent]]; }))""")
-    assert said["TRTSamplerPatch"][0] == said["TRTReport"][0] == "warn"
-    assert "no engine" in said["TRTSamplerPatch"][1]
-    assert said["TRTReport"][1].startswith("Last run: accelerated 1 of 3 models; about ")
-    assert "-> Build 2 missing engines" in said["TRTReport"][1]
-    assert "tiny_sd15_a: 4 on onnxruntime" in said["TRTReport"][1]
 
     # cached nodes and a new page know it too
     load(page, made)

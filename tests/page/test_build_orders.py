@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from browser import TOAST
 from build_page import MARGINS, NET_1, NET_2, load, no_engines, workflow
-from builds import paused
+from builds import paused, until
 from comfy_process import ComfyProcess
 from engine_page import PRESS_IN_REPORT, EnginePage
 from playwright.sync_api import expect
@@ -51,10 +51,7 @@ def busy(comfy: ComfyProcess, made: dict[str, Any], info: dict[str, Any]) -> Ite
     sampler["inputs"] |= {"steps": 10000, "seed": time.monotonic_ns() % 2**31}
     long = comfy.submit(prompt)
     try:
-        deadline = time.monotonic() + 60
-        while not comfy.get("/queue")["queue_running"]:
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
+        assert until(lambda: comfy.get("/queue")["queue_running"], 60)
         yield
     finally:
         comfy.post("/queue", {"clear": True})
@@ -63,11 +60,8 @@ def busy(comfy: ComfyProcess, made: dict[str, Any], info: dict[str, Any]) -> Ite
 
 def pending(comfy: ComfyProcess, count: int) -> list:
     """The prompts that wait, once there are so many: the page shows an order before the server has it."""
-    deadline = time.monotonic() + 60
-    while len(found := comfy.get("/queue")["queue_pending"]) != count:
-        assert time.monotonic() < deadline, f"{len(found)} prompts wait, and not {count}"
-        time.sleep(0.05)
-    return found
+    assert until(lambda: len(comfy.get("/queue")["queue_pending"]) == count, 60)
+    return comfy.get("/queue")["queue_pending"]
 
 
 def test_an_order_lasts_as_long_as_its_prompt_in_the_queue_whatever_the_page_shows_meanwhile(page: EnginePage) -> None:

@@ -1,16 +1,20 @@
-"""The shipped workflows as templates, opened from ComfyUI's own dialog in a small window, in both kinds of nodes."""
+"""The shipped blueprints, and the shipped workflows as templates, opened in a small window in both kinds of nodes."""
 
 from __future__ import annotations
 
+import json
 import re
 from typing import Any
 
 import pytest
 import slow
 from browser import ComfyPage
+from comfy_process import ComfyProcess
 from engine_page import EnginePage
+from make_workflows import build_blueprint
 from PIL import Image
 from shipped_workflows import FOLDER, NAMES, TITLES, shipped
+from workflow_blueprints import BLUEPRINTS
 from workflow_recipes import RECIPES
 from workflow_thumbnails import thumbnail
 
@@ -141,3 +145,36 @@ PAGE = {"TRTReport": "TRT Report", "TRTApplyControlNet": "TRT Apply ControlNet",
 """Names of nodes without a title of their own on the page."""
 WIDGETS = {"strength", "start", "end", "rows", "denoise", "strength_model", "scale_by", "seed", "steps", "frames",
            "guidance"}  # fmt: skip
+
+
+# Blueprints: subgraphs that ComfyUI lists
+
+SUBGRAPHS = FOLDER.with_name("subgraphs")
+
+
+def in_short(blueprint: dict[str, Any]) -> Any:
+    """A blueprint without where things stand and which versions made it."""
+    (inside,) = blueprint["definitions"]["subgraphs"]
+    return [blueprint["extra"], [node["widgets_values"] for node in blueprint["nodes"]], inside["links"],
+            [(node["id"], node["type"], node.get("widgets_values") or []) for node in inside["nodes"]],
+            [(one["name"], one["type"], one["linkIds"]) for one in inside["inputs"] + inside["outputs"]]]
+
+
+def test_comfyui_lists_the_blueprints_of_this_pack(comfy: ComfyProcess) -> None:
+    listed = {key: entry for key, entry in comfy.get("/global_subgraphs").items()
+              if entry["info"]["node_pack"] == "custom_nodes.hybrid-trt"}
+    titles = {blueprint.recipe.title for blueprint in BLUEPRINTS}
+    assert {entry["name"] for entry in listed.values()} == titles == {path.stem for path in SUBGRAPHS.iterdir()}
+    for key in listed:
+        data = json.loads(comfy.get(f"/global_subgraphs/{key}")["data"])
+        assert len(data["nodes"]) == len(data["definitions"]["subgraphs"]) == 1
+        assert data["nodes"][0]["type"] == data["definitions"]["subgraphs"][0]["id"]
+        assert "TRTAccelerate" in {node["type"] for node in data["definitions"]["subgraphs"][0]["nodes"]}
+
+
+@pytest.mark.browser
+@pytest.mark.parametrize("blueprint", BLUEPRINTS, ids=lambda one: one.recipe.name)
+def test_files_are_what_the_recipes_make(one_page: ComfyPage, blueprint: Any) -> None:
+    made = build_blueprint(one_page, blueprint, {"hybrid-trt": "0.0.0", "comfy-core": "0.0.0"})
+    shipped = json.loads((SUBGRAPHS / f"{blueprint.recipe.title}.json").read_text(encoding="utf-8"))
+    assert in_short(made) == in_short(shipped), "run tools/make_workflows.py"
