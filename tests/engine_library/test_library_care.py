@@ -158,17 +158,6 @@ def test_disk_use_counts_everything_in_the_folder(tmp_path: Path) -> None:
     assert entry.to_json()["key"] == engine.manifest.identity.key
 
 
-def test_verify_reads_everything_and_delete_leaves_nothing(tmp_path: Path) -> None:
-    engine = publish(tmp_path)
-    (entry,) = entries(Library([tmp_path]), lambda _: None, source_changed)
-    assert verify(entry) is None
-    main_file(engine).write_bytes(b"\x08ENGINE")
-    assert verify(entry).reason is Reason.BROKEN_ENGINE
-    assert "its hash differs" in verify(entry).detail
-    delete(entry)
-    assert contents(tmp_path) == []
-
-
 @pytest.mark.fault("an engine is to be deleted from a read-only library", see="an error in one sentence")
 def test_deleting_from_a_read_only_library_is_told(tmp_path: Path) -> None:
     publish(tmp_path / "library")

@@ -179,7 +179,7 @@ def test_what_was_left_as_it_was_is_told(comfy: ComfyProcess) -> None:
         assert bool(answer["left"]) is bool(left)
 
 
-@pytest.mark.fault("a request is huge or no JSON", see="an error in one sentence")
+@pytest.mark.fault("a request is huge, nests 100,000 deep or is no JSON", see="an error in one sentence")
 def test_huge_and_broken_bodies_are_refused(comfy: ComfyProcess) -> None:
     status, answer = ask(comfy, "POST", "/nodes", b" " * (3 << 20))
     assert (status, "larger than 2 MB" in answer["error"]) == (413, True)
