@@ -150,7 +150,7 @@ def test_hashing_a_patched_model_from_the_unpatched_clone_sees_the_original_weig
     assert _hash(current_weights(live.patcher, UNET_PREFIX)) == before
 
 
-def test_hashing_holds_a_few_weights_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hashing_holds_a_few_weights_at_a_time() -> None:
     alive, most = 0, 0
 
     def ended() -> None:
@@ -243,9 +243,7 @@ def test_networks_without_an_architecture_are_named() -> None:
 
 
 @pytest.mark.parametrize("kind", ["unet", "controlnet"])
-def test_resampling_resblocks_are_not_mistaken_for_a_known_layout(
-    kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_resampling_resblocks_are_not_mistaken_for_a_known_layout(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(LAYOUTS, "resampling", LAYOUTS["inpainting_channels"] | {"resblock_updown": True})
     assert architecture_of(network(kind, "resampling").module) is None
 

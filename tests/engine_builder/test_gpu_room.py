@@ -132,9 +132,7 @@ def test_a_prompt_that_begins_to_wait_for_a_build_while_that_waits_for_it_ends_t
     assert len(unloaded) == 1
 
 
-def test_a_prompt_that_no_longer_waits_is_waited_for(
-    gpu_room: Any, queue: QueueDouble, unloaded: list[str]
-) -> None:
+def test_a_prompt_that_no_longer_waits_is_waited_for(gpu_room: Any, queue: QueueDouble, unloaded: list[str]) -> None:
     with gpu_room.waiting_prompt():
         asking = Asking(gpu_room.make_room)
         assert until(lambda: asking.told, 60)

@@ -215,9 +215,7 @@ def test_a_secret_is_no_link_to_a_file_that_others_know(tmp_path: Path, monkeypa
     assert not trust.is_signed("text", trust._digest(b"k" * trust.KEY_LENGTH, "text"))
 
 
-def test_on_a_disk_without_rights_torch_keeps_its_usual_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_on_a_disk_without_rights_torch_keeps_its_usual_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """There no folder would be better."""
     tmp_path.chmod(0o777)
     monkeypatch.setattr(safe_files, "_keeps_rights", lambda _folder: False)

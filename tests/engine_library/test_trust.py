@@ -158,9 +158,7 @@ def test_an_engine_whose_secret_is_lost_is_told_on_the_node_and_built_anew(tmp_p
     assert "not used" not in status(handle)
 
 
-def test_machines_that_share_a_key_folder_trust_each_other(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_machines_that_share_a_key_folder_trust_each_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = publish_engine(tmp_path / "one")
     shutil.copytree(engine.folder, tmp_path / "two" / engine.folder.name)
     assert state(tmp_path / "two") == (READY, "")

@@ -10,8 +10,8 @@ import shutil
 from collections.abc import Iterator
 
 import pytest
-from browser import READY, TOAST
-from build_page import NET_1, NET_2, load, no_engines, workflow
+from browser import TOAST
+from build_page import NET_1, NET_2, load, no_engines, opened_anew, workflow
 from builds import paused
 from comfy_process import ComfyProcess
 from engine_page import EnginePage, choose, reload
@@ -58,9 +58,7 @@ def test_build_cancel_build_and_run(page: EnginePage) -> None:
     page.click(net)
     page.wait_for(net, "building", timeout=60)
     with paused(page.comfy.pid):
-        raw.reload(wait_until="domcontentloaded")
-        raw.wait_for_function(READY, timeout=90000)
-        raw.wait_for_function("vue => LiteGraph.vueNodesMode === vue", arg=page.page.vue)
+        reload(page)
         load(page, made)
         page.wait_for(net, "building", timeout=60)
         page.shot("reloaded")
@@ -114,13 +112,10 @@ def test_build_cancel_build_and_run(page: EnginePage) -> None:
 
 
 def test_a_size_that_will_not_fit_is_told_before_the_run_and_built_for(page: EnginePage) -> None:
-    no_engines(page.comfy)
     made = workflow(page.info, min_size=64, max_size=256)
     set_widget(made, "EmptyLatentImage", "width", 256, page.info)
     set_widget(made, "EmptyLatentImage", "height", 256, page.info)
-    load(page, made)
-    net = page.node(NET_1)
-    page.wait_until(net, lambda s: s["state"] in ("unknown", "none"), "state", 60)
+    net = opened_anew(page, made)
     assert "does not fit" not in page.status(net)["text"]
 
     set_widget(made, "EmptyLatentImage", "height", 320, page.info)
@@ -141,29 +136,21 @@ def test_a_size_that_will_not_fit_is_told_before_the_run_and_built_for(page: Eng
 
 @pytest.mark.fault("Build is clicked on a node with Auto for a picture that its model's usual sizes do not hold",
                    see="the build is for that picture, and its node shows it")
-@pytest.mark.parametrize("how", ["button", pytest.param("run", marks=pytest.mark.slow)])
-def test_the_first_build_with_auto_is_for_the_graphs_picture_and_stays_on_its_node(page: EnginePage, how: str) -> None:
+def test_the_first_build_with_auto_is_for_the_graphs_picture_and_stays_on_its_node(page: EnginePage) -> None:
     """Auto's numbers change once the build has loaded the model: what is usual for it is known only then."""
     if page.page.vue:
         pytest.skip("The server and the numbers are the same in both modes.")
-    no_engines(page.comfy)
     nets = page.comfy.base / "models" / "controlnet"
-    unknown = f"tiny_of_no_other_test_{how}.safetensors"
+    unknown = "tiny_of_no_other_test.safetensors"
     shutil.copy(nets / "tiny_sd15_a.safetensors", nets / unknown)
     made, raw = workflow(page.info, **dict.fromkeys(SIZES, 0)), page.page.page
     set_widget(made, "Load ControlNet 1 (edges)", "control_net_name", unknown, page.info)
     set_widget(made, "KSampler", "steps", 1, page.info)
-    set_widget(made, NET_1, "when_missing", "build now" if how == "run" else "use native", page.info)
     for side, size in (("width", 1088), ("height", 512)):
         set_widget(made, "EmptyLatentImage", side, size, page.info)
-    load(page, made)
-    net = page.node(NET_1)
-    page.wait_until(net, lambda s: s["state"] in ("unknown", "none"), "state", 60)
+    net = opened_anew(page, made)
     assert raw.evaluate(LARGEST, net) == 0, "nobody knows the model yet"
-    if how == "run":
-        raw.get_by_test_id("queue-button").click()
-    else:
-        page.click(net)
+    page.click(net)
     page.wait_for(net, "building", timeout=60)
     raw.wait_for_function(f"id => ({LARGEST})(id) === 1088", arg=net)
     raw.wait_for_timeout(1000)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from browser import TOAST
-from build_page import MARGINS, NET_1, NET_2, load, no_engines, workflow
+from build_page import MARGINS, NET_1, NET_2, opened_anew, workflow
 from builds import paused, until
 from comfy_process import ComfyProcess
 from engine_page import PRESS_IN_REPORT, EnginePage
@@ -65,11 +65,8 @@ def pending(comfy: ComfyProcess, count: int) -> list:
 
 
 def test_an_order_lasts_as_long_as_its_prompt_in_the_queue_whatever_the_page_shows_meanwhile(page: EnginePage) -> None:
-    no_engines(page.comfy)
     made, raw = workflow(page.info, max_size=416 if page.page.vue else 528), page.page.page
-    load(page, made)
-    net = page.node(NET_1)
-    page.wait_until(net, lambda s: s["state"] in ("unknown", "none"), "state", 60)
+    net = opened_anew(page, made)
     with busy(page.comfy, made, page.info):
         page.click(net)
         page.wait_for(net, "asked", timeout=60)
@@ -95,9 +92,8 @@ def test_an_order_lasts_as_long_as_its_prompt_in_the_queue_whatever_the_page_sho
 def test_each_use_of_a_subgraph_is_counted_ordered_and_cancelled(page: EnginePage) -> None:
     if page.page.vue:
         pytest.skip("The panel is the same in both modes.")
-    no_engines(page.comfy)
     made, raw = workflow(page.info, max_size=536), page.page.page
-    load(page, made)
+    opened_anew(page, made)
     uses = raw.evaluate(TWICE, [NET_1, NET_2])
     raw.get_by_role("button", name="TRT engines").click()
     view = raw.locator(".hybrid-trt-sidebar .hybrid-trt-workflow")
@@ -115,9 +111,8 @@ def test_each_use_of_a_subgraph_is_counted_ordered_and_cancelled(page: EnginePag
 
 
 def test_all_builds_are_cancelled_by_one_click(page: EnginePage) -> None:
-    no_engines(page.comfy)
     raw = page.page.page
-    load(page, workflow(page.info, max_images=3))
+    opened_anew(page, workflow(page.info, max_images=3))
     raw.get_by_role("button", name="TRT engines").click()
     panel = raw.locator(".hybrid-trt-sidebar > .hybrid-trt-workflow")
     panel.locator("button[data-act=build]").click()
@@ -147,9 +142,8 @@ def test_all_builds_are_cancelled_by_one_click(page: EnginePage) -> None:
 
 def test_what_the_server_leaves_out_of_the_builds_of_a_workflow_is_told(page: EnginePage) -> None:
     """ComfyUI takes the rest of such a prompt and answers that all is well."""
-    no_engines(page.comfy)
-    load(page, workflow(page.info, max_size=624 if page.page.vue else 632))
-    net, lost = page.node(NET_1), page.node(NET_2)
+    net = opened_anew(page, workflow(page.info, max_size=624 if page.page.vue else 632))
+    lost = page.node(NET_2)
     page.page.page.evaluate(GONE)
     page.wait_until(net, lambda s: s["state"] in ("unknown", "none"), "state", 60)
     page.page.page.evaluate(PRESS_IN_REPORT)

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import slow
 from build_page import NAME
-from build_page import NET_1 as NET
 from engine_page import EnginePage
 from node_boxes import STATES, close_up, contrast, drawn, measured, server_says, whole
 from playwright.sync_api import expect
@@ -151,11 +150,7 @@ def test_what_a_run_said_outlives_another_tab_and_undo(page: EnginePage, tiny: d
 
 
 def test_a_native_run_puts_a_badge_on_the_node(page: EnginePage, tiny: dict[str, Any]) -> None:
-    raw = page.page.page
-    server_says(page, STATES["ready"])
-    page.page.load(copy.deepcopy(tiny), NAME)
-    net = page.node(NET)
-    close_up(page, net)
+    raw, net = page.page.page, drawn(page, tiny, STATES["ready"])
     server_says(page, STATES["native"])
     raw.evaluate("() => app.api.dispatchCustomEvent('hybrid_trt.library', {})")
     page.wait_until(net, lambda s: "3 of" in s["text"] or "8 of" in s["text"], "run", 60)
@@ -168,11 +163,7 @@ def test_a_native_run_puts_a_badge_on_the_node(page: EnginePage, tiny: dict[str,
 
 @slow.when("vue")
 def test_the_properties_panel_leaves_the_status_box_as_it_is(page: EnginePage, tiny: dict[str, Any]) -> None:
-    raw = page.page.page
-    server_says(page, STATES["native"])
-    page.page.load(copy.deepcopy(tiny), NAME)
-    net = page.node(NET)
-    close_up(page, net)
+    raw, net = page.page.page, drawn(page, tiny, STATES["native"])
     before = whole(page, net)
     raw.evaluate("id => app.canvas.selectNode(app.graph.getNodeById(id))", net)
     raw.evaluate(PANEL, True)

@@ -95,9 +95,7 @@ def test_a_template_opens_converts_and_is_saved_on_the_oldest_page(
 
 
 @pytest.mark.slow
-def test_engines_are_built_by_a_click_and_run_on_the_oldest_page(
-    oldest_page: ComfyPage, sd15: ComfyProcess
-) -> None:
+def test_engines_are_built_by_a_click_and_run_on_the_oldest_page(oldest_page: ComfyPage, sd15: ComfyProcess) -> None:
     info, nodes = sd15.object_info(), EnginePage(oldest_page, "oldest")
     (unets,) = (sd15.base / "models" / "trt_engines").glob("sd15_unet-*")
     shutil.rmtree(unets)

@@ -34,3 +34,11 @@ def load(page: EnginePage, made: dict[str, Any]) -> None:
 def no_engines(comfy: ComfyProcess) -> None:
     """An empty library, known to the page."""
     shutil.rmtree(comfy.base / "models" / "trt_engines", ignore_errors=True)
+
+
+def opened_anew(page: EnginePage, made: dict[str, Any]) -> int:
+    """Open a workflow with an empty library; return its first ControlNet's engine node once its state is known."""
+    no_engines(page.comfy)
+    load(page, made)
+    page.wait_for(page.node(NET_1), "unknown", "none", timeout=60)
+    return page.node(NET_1)
