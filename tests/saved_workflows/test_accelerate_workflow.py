@@ -87,9 +87,6 @@ CASES: dict[str, tuple[dict[str, Any], list[str]]] = {
         drawn({"a": "L", "b": "L", "lora": "LoraLoader", "s": "Sampler", "t": "Sampler"},
               "a.0 lora.0, lora.0 s.0, b.0 t.0", {"L": LOADED}),
         ["Sampler TRTAccelerate FreeU Loader", "Sampler TRTAccelerate LoraLoader FreeU Loader"]),
-    "a pipe": (
-        drawn({**PLAIN, "to": "ToPipe", "from": "FromPipe"}, "load.0 to.0, to.0 from.0, from.0 s.0"),
-        ["Sampler FromPipe ToPipe TRTAccelerate Loader"]),
     "two pipes in a row, the last one first": (
         drawn({"from2": "FromPipe", "to2": "ToPipe", "from": "FromPipe", "to": "ToPipe", **PLAIN, "t": "Sampler"},
               "load.0 to.0, to.0 from.0, from.0 to2.0, to2.0 from2.0, from2.0 s.0, from.0 t.0"),
@@ -120,10 +117,6 @@ CASES: dict[str, tuple[dict[str, Any], list[str]]] = {
         drawn({**LORA, "one": "Context", "two": "Context", "t": "Sampler"},
               "load.0 one.1, one.0 two.0, one.1 lora.0, lora.0 s.0, two.1 t.0"),
         ["Sampler TRTAccelerate Context Context Loader", "Sampler TRTAccelerate LoraLoader Context Loader"]),
-    "Set outside, Get inside": (
-        drawn({"load": "Loader", "set": "SetNode|m", "sub": "G"}, "load.0 set.0",
-              {"G": subgraph({"get": "GetNode|m", "s": "Sampler"}, "get.0 s.0")}),
-        ["Sampler TRTAccelerate Loader"]),
     "Set outside, Get and LoRA two graphs inside": (
         drawn({"load": "Loader", "set": "SetNode|m", "sub": "O"}, "load.0 set.0",
               {"O": subgraph({"in": "G"}, "", inside={
