@@ -14,7 +14,7 @@ import pytest
 import torch
 from builds import order, read_only, small_network
 from compiling import COMPILES
-from fake_engine import publish_engine
+from fake_engine import publish_engine, query_of
 from hybrid_trt.architectures.shapes import Profile, Range
 from hybrid_trt.architectures.sizes import ANY
 from hybrid_trt.backends import backends
@@ -96,13 +96,11 @@ def test_what_was_built_here_serves_and_what_came_from_elsewhere_is_to_be_built_
     engine = publish_engine(tmp_path / "foreign", name=name, made_here=False)
     found, reason = state(tmp_path / "foreign")
     assert (found, "was not built on this machine" in reason) == (STALE, True)
-    made = engine.manifest.identity
-    wanted = EngineQuery(made.architecture, [made.weights], made.precision, made.profile, ["onnxruntime"])
     with pytest.raises(Unavailable) as refused:
-        Library([tmp_path / "foreign"]).find(wanted, lambda _: None)
+        Library([tmp_path / "foreign"]).find(query_of(engine), lambda _: None)
     assert refused.value.fallback.reason is Reason.STALE_ENGINE
     assert "build it again" in refused.value.fallback.sentence()
-    assert Library([tmp_path / "foreign"]).unchecked(wanted, lambda _: None) is None, "no check makes it serve"
+    assert Library([tmp_path / "foreign"]).unchecked(query_of(engine), lambda _: None) is None, "no check makes it serve"
 
 
 @pytest.mark.fault("a compiled file lies under a name that its backend never writes",
