@@ -96,11 +96,12 @@ def test_what_was_built_here_serves_and_what_came_from_elsewhere_is_to_be_built_
     engine = publish_engine(tmp_path / "foreign", name=name, made_here=False)
     found, reason = state(tmp_path / "foreign")
     assert (found, "was not built on this machine" in reason) == (STALE, True)
+    library = Library([tmp_path / "foreign"])
     with pytest.raises(Unavailable) as refused:
-        Library([tmp_path / "foreign"]).find(query_of(engine), lambda _: None)
+        library.find(query_of(engine), lambda _: None)
     assert refused.value.fallback.reason is Reason.STALE_ENGINE
     assert "build it again" in refused.value.fallback.sentence()
-    assert Library([tmp_path / "foreign"]).unchecked(query_of(engine), lambda _: None) is None, "no check makes it serve"
+    assert library.unchecked(query_of(engine), lambda _: None) is None, "no check makes it serve"
 
 
 @pytest.mark.fault("a compiled file lies under a name that its backend never writes",
