@@ -5,19 +5,51 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from fake_engine import publish, query_of
+from hybrid_trt.backends import backends
 from hybrid_trt.comfy_model.hash_cache import source_changed
-from hybrid_trt.engine_library import Engine, Library, Reason, Unavailable, schema
+from hybrid_trt.engine_library import Engine, Library, Manifest, Reason, Unavailable, schema
 from hybrid_trt.engine_library.inventory import BROKEN, delete, entries, verify
-from json_places import with_true_key
+from hybrid_trt.engine_library.manifest import ManifestError
+from hybrid_trt.sessions.file_session import FileSession
+from json_places import changed, places, with_true_key
+
+NASTY: list[Any] = [
+    None, True, -1, 0, 1.5, 10**400, float("nan"), float("inf"), "", "evil", "a\0b", "\ud800", "x" * 100_000, "../x",
+    "con", "dot.", "blank ", [], {}, [[]], {"a": {}}, ["B/0"], {"B": [2, 1, 1]},
+]  # fmt: skip
 
 
 @pytest.fixture
 def engine(tmp_path: Path) -> Engine:
     name = publish(tmp_path / "library")
     return next(e for e in Library([tmp_path / "library"]).engines() if e.folder.name == name)
+
+
+@pytest.mark.fault("a manifest's value is of a wrong type, too large or no number",
+                   see="the panel calls the engine broken")
+def test_whatever_stands_in_a_manifest_it_is_refused_or_serves_every_use(engine: Engine) -> None:
+    data = json.loads((engine.folder / "manifest.json").read_text())
+    refused = read = 0
+    for path in places(data):
+        for value in NASTY:
+            text = json.dumps(changed(data, path, value)).encode()
+            try:
+                manifest = Manifest.parse(text, "it")
+            except ManifestError as error:
+                str(error).encode()
+                refused += 1
+                continue
+            read += 1
+            json.dumps(manifest.to_json(), allow_nan=False).encode()
+            assert Manifest.parse(json.dumps(manifest.to_json()).encode(), "it") == manifest
+            FileSession(Engine(engine.folder, manifest), backends()["onnxruntime"].load, torch.device("cpu"))
+            str(manifest.identity.profile), manifest.identity.folder_name.encode()
+    assert refused > 5 * read > 0
 
 
 @pytest.mark.fault("a manifest lies about names, sizes or files",

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from comfy_execution.graph import DynamicPrompt
+from comfy_process import ComfyProcess
 from execution import PromptQueue
 from hybrid_trt.architectures.shapes import SIZE_NAMES
 from hybrid_trt.nodes.engines import NodeInput
@@ -32,6 +33,7 @@ from hybrid_trt.page_api.workflow_graph import (
     upstream,
     whole_prompt,
 )
+from our_routes import post
 
 PROMPT: dict[str, Any] = {
     "1": {"class_type": "Loader", "inputs": {"ckpt_name": "a"}},
@@ -243,3 +245,29 @@ def test_a_running_prompt_is_read_without_its_malformed_nodes(queue: PromptQueue
             assert len(set(upstream(prompt, node))) <= len(item[2]) + 1
             assert isinstance(asked_pictures(item[2], node, "model"), tuple)
         queue.task_done(handle, {}, None)
+
+
+@pytest.mark.fault("the page asks about a graph with malformed nodes or links",
+                   see="an answer, or an error in one sentence")
+@pytest.mark.parametrize("node", ["2", "3"])
+def test_every_malformed_graph_is_answered_with_states_or_one_sentence(comfy: ComfyProcess, node: str) -> None:
+    answers = {}
+    for graph in variants()[::5]:
+        status, answer = post(comfy, "/nodes", {"prompt": graph, "nodes": [node]})
+        answers.setdefault(status, []).append(answer)
+        assert status in (200, 400), f"{status} for {str(graph)[:2000]}: {answer}"
+        assert status == 200 or answer["error"].endswith(".")
+    assert answers.keys() == {200, 400}
+
+
+@pytest.mark.fault("a request nests 800 deep", see="an error in one sentence")
+@pytest.mark.parametrize("body", [
+    {"prompt": GRAPH, "nodes": [nested(500)]}, {"prompt": GRAPH, "nodes": [[["2"]]]},
+    {"prompt": nested(900), "nodes": []},
+    {"prompt": {**GRAPH, "2": {"class_type": "TRTUNetEngine", "inputs": {"a": ["1", nested(800)]}}}, "nodes": ["2"]},
+    {"prompt": {**GRAPH, "9": {"class_type": nested(800), "inputs": {}}}, "nodes": ["2"]},
+])  # fmt: skip
+def test_what_is_nested_beyond_reason_is_refused(comfy: ComfyProcess, body: dict) -> None:
+    status, answer = post(comfy, "/nodes", body)
+    assert status == 400
+    assert answer["error"].endswith("nothing was done.")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import http.client
 import json
 import re
@@ -94,6 +95,32 @@ def test_nothing_but_engines_can_be_named(comfy: ComfyProcess, engine: Path, met
     assert isinstance(answer, str) or answer["error"].endswith("nothing was done.")
 
 
+@pytest.mark.fault("the list of engines is asked for while a manifest has figures of a wrong type",
+                   see="the list; that engine is called broken")
+@pytest.mark.parametrize("parity", [
+    {"rel_err": 1e-6, "native_ms": "1", "engine_ms": "2"}, {"rel_err": 1e-6, "native_ms": [], "engine_ms": {}},
+    {"rel_err": None}, {"rel_err": "1"}, {"rel_err": 1e-6, "native_rel_err": {}}, {"rel_err": 1e-6, "refit_s": "long"},
+    {"rel_err": 1e-6, "native_ms": True, "engine_ms": 1}, {"rel_err": 1e-6, "native_ms": -1, "engine_ms": 1},
+])  # fmt: skip
+def test_figures_of_a_wrong_type_are_told_as_a_broken_engine(comfy: ComfyProcess, engine: Path, parity: Any) -> None:
+    path = engine / "manifest.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"parity": parity}))
+    status, answer = ask(comfy, "GET", "/engines")
+    assert status == 200
+    (found,) = (one for one in answer["engines"] if one["name"] == engine.name)
+    assert found["state"] == "broken"
+    assert "parity." in found["reason"]
+
+
+def test_figures_that_nobody_measured_are_told_in_strict_json(comfy: ComfyProcess, engine: Path) -> None:
+    path = engine / "manifest.json"
+    parity = {"rel_err": 1e-6, "native_ms": 1e15, "engine_ms": 5e-324}
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"parity": parity}))
+    status, answer = ask(comfy, "GET", "/engines")
+    assert status == 200
+    json.dumps(answer, allow_nan=False)
+
+
 def test_a_linked_folder_is_unlinked_and_no_more(comfy: ComfyProcess, engine: Path, tmp_path: Path) -> None:
     elsewhere = tmp_path / publish(tmp_path)
     link = engine.parent / "linked"
@@ -179,7 +206,7 @@ def test_what_was_left_as_it_was_is_told(comfy: ComfyProcess) -> None:
         assert bool(answer["left"]) is bool(left)
 
 
-@pytest.mark.fault("a request is huge, nests 100,000 deep or is no JSON", see="an error in one sentence")
+@pytest.mark.fault("a request is huge or no JSON", see="an error in one sentence")
 def test_huge_and_broken_bodies_are_refused(comfy: ComfyProcess) -> None:
     status, answer = ask(comfy, "POST", "/nodes", b" " * (3 << 20))
     assert (status, "larger than 2 MB" in answer["error"]) == (413, True)
@@ -205,6 +232,26 @@ def test_compressed_bodies_are_refused_at_once(comfy: ComfyProcess, path: str) -
         answer = connection.getresponse()  # the body was never sent
         assert (answer.status, "compressed" in json.load(answer)["error"]) == (415, True)
         connection.close()
+
+
+@pytest.mark.parametrize("path", ["/settings", "/nodes", "/accelerate", "/builds/clear"])
+def test_a_compressed_body_that_came_with_its_headers_is_refused(comfy: ComfyProcess, path: str) -> None:
+    for encoding, body in (("deflate", b"{}"), ("gzip", gzip.compress(b"{}")[:-9]), ("gzip", gzip.compress(b"{}"))):
+        connection = http.client.HTTPConnection("127.0.0.1", comfy.port, timeout=60)
+        connection.request("POST", f"/hybrid_trt{path}", body, OURS | {"Content-Encoding": encoding})
+        assert connection.getresponse().status in (400, 415)  # 400: aiohttp met the bad body before our code ran
+        connection.close()
+
+
+@pytest.mark.parametrize("change", [
+    {"nodes": [{**DRAWN["nodes"][0], "pos": [10**400, 0]}, *DRAWN["nodes"][1:]]},
+    {"nodes": [{**DRAWN["nodes"][0], "pos": [1.7e308, 0], "size": [1.7e308, 0]}, *DRAWN["nodes"][1:]]},
+    {"last_node_id": int("9" * 4300)},
+])
+def test_a_workflow_with_numbers_beyond_json_comes_back_as_a_sentence(comfy: ComfyProcess, change: dict) -> None:
+    status, answer = post(comfy, "/accelerate", {"workflow": {**DRAWN, **change}, "what": "add"})
+    assert status == 400
+    assert "it is damaged" in answer["error"]
 
 
 def test_a_node_that_never_ran_is_unknown(comfy: ComfyProcess) -> None:
