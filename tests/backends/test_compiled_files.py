@@ -98,7 +98,7 @@ def test_a_damaged_file_is_refused(file: Path, tmp_path: Path) -> None:
 
 
 def test_opening_reads_none_of_the_sources_of_torch(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An engine is refused by torch's version, see ``test_compiled_trust``."""
+    """An engine is refused by torch's version, see ``test_fleet_key``."""
     from torch._inductor import codecache
 
     monkeypatch.setattr(codecache, "torch_key", lambda: pytest.fail("all of torch's sources are hashed"))

@@ -119,7 +119,7 @@ def test_what_rounds_little_is_held_to_little() -> None:
         compared(function, off(function, 5e-3))  # which the old limit let pass
 
 
-def test_without_memory_for_float32_native_is_compared_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_memory_for_float32_native_is_compared_as_before() -> None:
     function = Amplifying()
 
     def no_memory(layer: torch.nn.Module, args: tuple) -> None:

@@ -75,19 +75,6 @@ def test_the_same_engine_in_two_folders_is_two_each_with_a_name_of_its_own(tmp_p
     assert not slow.exists()
 
 
-def test_the_page_reaches_the_same_engine_in_each_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from hybrid_trt.page_api import panel_routes
-
-    roots = [tmp_path / "fast", tmp_path / "slow"]
-    name = [publish(root).folder.name for root in roots][0]
-    monkeypatch.setattr(panel_routes, "library", lambda: Library(roots))
-    found = {}
-    for entry in panel_routes._entries():
-        request = SimpleNamespace(match_info={"name": panel_routes._entry_json(entry)["name"]})
-        found[request.match_info["name"]] = asyncio.run(panel_routes._entry(request)).folder
-    assert found == {name: roots[0] / name, f"{name}@2": roots[1] / name}
-
-
 @pytest.mark.fault("a checkpoint is overwritten by another one of its name",
                    see="normal speed: *no engine*; the panel calls the engine stale")
 def test_an_engine_whose_checkpoint_was_overwritten_is_stale(tmp_path: Path) -> None:
@@ -169,17 +156,6 @@ def test_disk_use_counts_everything_in_the_folder(tmp_path: Path) -> None:
     assert entry.bytes == sum(p.stat().st_size for p in engine.folder.iterdir())
     assert entry.bytes > 1500
     assert entry.to_json()["key"] == engine.manifest.identity.key
-
-
-def test_verify_reads_everything_and_delete_leaves_nothing(tmp_path: Path) -> None:
-    engine = publish(tmp_path)
-    (entry,) = entries(Library([tmp_path]), lambda _: None, source_changed)
-    assert verify(entry) is None
-    main_file(engine).write_bytes(b"\x08ENGINE")
-    assert verify(entry).reason is Reason.BROKEN_ENGINE
-    assert "its hash differs" in verify(entry).detail
-    delete(entry)
-    assert contents(tmp_path) == []
 
 
 @pytest.mark.fault("an engine is to be deleted from a read-only library", see="an error in one sentence")
@@ -314,15 +290,6 @@ def test_a_library_that_others_may_write_is_told_once(
     warnings = [record.message for record in caplog.records if "other users may write" in record.message]
     assert len(warnings) == (1 if warned else 0)
     assert all(str(root) in text for text in warnings)
-
-
-def test_leftovers_are_swept_when_the_library_is_next_built_into(tmp_path: Path) -> None:
-    (tmp_path / ".building-1-x").mkdir()
-    (tmp_path / ".building-1-x" / "model.onnx").write_text("half")
-    library = Library([tmp_path])
-    with library.building_folder() as folder:
-        assert contents(tmp_path) == [folder.name, folder.name + ".lock"]
-    assert contents(tmp_path) == []
 
 
 def test_folders_of_the_user_come_before_our_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

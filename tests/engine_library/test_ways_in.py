@@ -98,12 +98,6 @@ def with_its_secret(source: Path, library: Path) -> list[Path]:
     return with_its_record(source, library)
 
 
-def unpacked(source: Path, library: Path) -> list[Path]:
-    archive = shutil.make_archive(str(library) + " archive", "zip", source / "library")
-    shutil.unpack_archive(archive, library)
-    return [library]
-
-
 def in_another_folder(source: Path, library: Path) -> list[Path]:
     library.mkdir()
     return [library, *with_its_record(source, library.with_name("extra_model_paths"))]
@@ -173,7 +167,6 @@ WAYS = {
     "dropped": dropped,
     "with its record": with_its_record,
     "with its secret": with_its_secret,
-    "unpacked from an archive": unpacked,
     "in a second folder of the library": in_another_folder,
     "linked": linked,
     "linked as a whole": linked_as_a_whole,
@@ -211,7 +204,7 @@ def serve(net: NativeNetwork, roots: list[Path], backend: str) -> bool:
 
 
 @pytest.mark.fault(
-    "an engine of another machine is copied, linked, unpacked or signed into the library, in eleven ways",
+    "an engine of another machine is copied, linked or signed into the library, in ten ways",
     see="normal speed: *stale engine*; it is never opened",
 )
 @pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from hybrid_trt.architectures.shapes import Dim, Profile, Range, TensorSpec
-from hybrid_trt.engine_library import Engine, EngineIdentity, Library, Manifest, trust
+from hybrid_trt.engine_library import Engine, EngineIdentity, EngineQuery, Library, Manifest, trust
 from hybrid_trt.engine_library.engine import describe_files
 
 PROFILE = Profile({"B": Range(1, 2, 2)})
@@ -29,6 +29,12 @@ def publish_engine(
     if not made_here:
         (engine.folder / trust.RECORD_NAME).unlink()
     return engine
+
+
+def query_of(engine: Engine, gpu: str = "") -> EngineQuery:
+    """Return the query of a node that wants just this engine."""
+    made = engine.manifest.identity
+    return EngineQuery(made.architecture, [made.weights], made.precision, made.profile, [made.backend], gpu)
 
 
 def publish(
