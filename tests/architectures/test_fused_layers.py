@@ -9,7 +9,7 @@ import slow
 import torch
 from comfy.ldm.modules.attention import BasicTransformerBlock
 from comfy.ldm.modules.diffusionmodules.openaimodel import ResBlock
-from hybrid_trt.architectures import ldm
+from hybrid_trt.architectures.families import ldm
 from hybrid_trt.architectures.fused_linear import FusedLinear, fuse
 from hybrid_trt.architectures.shapes import sample_inputs
 from hybrid_trt.comfy_model.network import NativeNetwork

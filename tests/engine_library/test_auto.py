@@ -114,14 +114,14 @@ class Shelf:
         inputs, outputs = specs.engine_inputs(module, "float32"), specs.outputs(module, "float32")
         used = {d.symbol for spec in inputs for d in spec.dims if not isinstance(d, int)}
         library = Library([self.folder])
-        building = library.building_folder()
         name = file_name(profile.only(used).sizes("opt"))
-        (building / name).write_bytes(b"what Inductor made")
         identity = EngineIdentity(specs.name, TORCH.weights(self.net), "float32", profile.only(used), "torch",
                                   TORCH.version(), TORCH.target(CPU))  # fmt: skip
-        manifest = Manifest(identity, specs.role.value, self.net.label, tuple(inputs), tuple(outputs),
-                            describe_files(building, [name]), parity={"rel_err": 1e-6, **figures})  # fmt: skip
-        return library.publish(building, manifest, record=trust.Record(trust.BUILT, gpu=HERE))
+        with library.building_folder() as building:
+            (building / name).write_bytes(b"what Inductor made")
+            manifest = Manifest(identity, specs.role.value, self.net.label, tuple(inputs), tuple(outputs),
+                                describe_files(building, [name]), parity={"rel_err": 1e-6, **figures})  # fmt: skip
+            return library.publish(building, manifest, record=trust.Record(trust.BUILT, gpu=HERE))
 
     def handle(self, profile: Profile = PROFILE, backend: str = AUTO, net: NativeNetwork | None = None) -> EngineHandle:
         """Look engines up as a node does; outside of a prompt all tests of a process would count for one node."""

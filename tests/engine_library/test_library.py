@@ -30,9 +30,9 @@ from hybrid_trt.engine_library import (
     Unavailable,
 )
 from hybrid_trt.engine_library import library as library_module
-from hybrid_trt.engine_library.atomic_files import REPLACED, sweep
 from hybrid_trt.engine_library.disk import Settings, write_settings
 from hybrid_trt.engine_library.engine import describe_files
+from hybrid_trt.engine_library.locks import REPLACED, sweep
 from windows_rules import windows_rules
 
 UNDER_WINDOWS_RULES_TOO = True
@@ -229,8 +229,7 @@ def test_every_reason_says_what_becomes_of_the_picture_and_what_to_do() -> None:
 
 def test_on_windows_a_scanner_that_holds_a_new_file_leaves_the_old_engine_in_its_place(tmp_path: Path) -> None:
     old, library, held = publish_engine(tmp_path, b"\x08old"), Library([tmp_path]), []
-    with windows_rules():
-        work = library.building_folder()
+    with windows_rules(), library.building_folder() as work:
         (work / "model.onnx").write_bytes(b"\x08new")
         (work / "parameters.json").write_text("{}")
         manifest = dataclasses.replace(old.manifest, files=describe_files(work, ["model.onnx", "parameters.json"]))
@@ -244,7 +243,6 @@ def test_on_windows_a_scanner_that_holds_a_new_file_leaves_the_old_engine_in_its
                 library.publish(work, manifest, scanner)
         finally:
             held[0].close()
-            library.discard(work)
     assert contents(tmp_path) == [old.folder.name]
     assert (old.folder / "model.onnx").read_bytes() == b"\x08old"
     assert library.engines() == [old]
@@ -278,7 +276,7 @@ def test_an_engine_that_cannot_go_back_waits_for_the_next_sweep(
 
     with monkeypatch.context() as patch:
         patch.setattr(library_module, "move", refuse)
-        patch.setattr("hybrid_trt.engine_library.atomic_files.move", refuse)
+        patch.setattr("hybrid_trt.engine_library.locks.move", refuse)
         with pytest.raises(PermissionError):
             publish_engine(tmp_path, b"\x08new")
         assert Library([tmp_path]).engines() == []

@@ -11,14 +11,14 @@ import pytest
 import torch
 from builds import small_network
 from fake_engine import publish_engine, query_of
-from hybrid_trt.architectures.ldm_unet import UNetArchitecture
+from hybrid_trt.architectures.families.stable_diffusion import UNetArchitecture
 from hybrid_trt.architectures.shapes import Profile, Range, TensorSpec
 from hybrid_trt.backends.onnxruntime import OnnxRuntimeBackend
 from hybrid_trt.engine_builder import build as builder
 from hybrid_trt.engine_builder import check
 from hybrid_trt.engine_builder.order import BuildOrder
 from hybrid_trt.engine_builder.worker import validate
-from hybrid_trt.engine_library import BuildError, Engine, Library, Reason, Unavailable, trust
+from hybrid_trt.engine_library import BuildError, Engine, Library, Reason, Unavailable, measurements, trust
 from hybrid_trt.engine_library.disk import Settings, write_settings
 from hybrid_trt.page_api.node_states import engine_json
 

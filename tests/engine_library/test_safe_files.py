@@ -23,7 +23,6 @@ from hybrid_trt.engine_builder.build import build_engine, run_here
 from hybrid_trt.engine_builder.command_line import workflows
 from hybrid_trt.engine_builder.order import BuildOrder
 from hybrid_trt.engine_library import Engine, Library, Unavailable, fleet_key, safe_files, trust
-from hybrid_trt.engine_library.atomic_files import FileLock
 from hybrid_trt.engine_library.disk import FILE_NAME, Settings, read_settings
 from hybrid_trt.engine_library.inventory import last_used, mark_used
 from hybrid_trt.engine_library.locks import FileLock

@@ -14,7 +14,7 @@ from comfy.ldm.flux.layers import timestep_embedding
 from comfy_process import ComfyProcess
 from family_contract import ACTS, LIMIT, drawing, error_of, live
 from flux_networks import call, network, residuals
-from hybrid_trt.architectures.flux import thousandths
+from hybrid_trt.architectures.families.flux import thousandths
 from hybrid_trt.comfy_model.network import NativeNetwork
 from hybrid_trt.engine_library import Reason
 from hybrid_trt.engine_library.engine import relative_error

@@ -24,12 +24,12 @@ from hybrid_trt.page_api.build_orders import (
     running_pictures,
     workflow_of,
 )
-from hybrid_trt.page_api.read_graph import nodes_of
+from hybrid_trt.page_api.graph_pictures import asked_pictures
 from hybrid_trt.page_api.workflow_graph import (
-    asked_pictures,
     for_one_network,
     model_name,
     node_key,
+    nodes_of,
     upstream,
     whole_prompt,
 )

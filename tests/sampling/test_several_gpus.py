@@ -23,7 +23,7 @@ from comfy.model_patcher import ModelPatcher
 from comfy.patcher_extension import WrappersMP
 from hybrid_trt.backends.torch_inductor.session import LiveSession
 from hybrid_trt.engine_library import Library, Reason
-from hybrid_trt.nodes.sampler_patch import _for_model
+from hybrid_trt.nodes.engine_nodes import _for_model
 from hybrid_trt.sampling.engine_handle import EngineHandle
 from hybrid_trt.sampling.model_wrapper import KEY, BackboneRouter, patch_model
 from hybrid_trt.sessions.file_session import FileSession

@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 from drawn_workflows import OBJECT_INFO, accelerated, drawn, restored, subgraph, wires
 from hybrid_trt.saved_workflows.accelerate import PASSES_ON, accelerate, remove
-from hybrid_trt.saved_workflows.api_format import change_prompt
 from hybrid_trt.saved_workflows.graph import Workflow
-from hybrid_trt.saved_workflows.to_prompt import is_link, to_prompt
+from hybrid_trt.saved_workflows.to_prompt import change_prompt, is_link, to_prompt
 
 SAMPLED = subgraph({"s": "Sampler"}, "in.0 s.0, s.0 out.0", "MODEL", "LATENT")
 STYLED = subgraph({"lora": "LoraLoader"}, "in.0 lora.0, lora.0 out.0", "MODEL", "MODEL")

@@ -15,7 +15,7 @@ from hybrid_trt.architectures.shapes import Dim, TensorSpec
 from hybrid_trt.comfy_model.torch_kernels import strides_of
 from hybrid_trt.engine_library import Library, Reason, Unavailable
 from hybrid_trt.sessions.file_session import FileSession
-from hybrid_trt.sessions.zeros import Zeros
+from hybrid_trt.sessions.made_inputs import Zeros
 
 CPU = torch.device("cpu")
 

@@ -24,10 +24,8 @@ from hybrid_trt.backends.torch_inductor.session import LiveSession
 from hybrid_trt.engine_library import Library, Reason, Unavailable
 from hybrid_trt.sampling.engine_handle import EngineHandle
 from hybrid_trt.sampling.model_wrapper import KEY
-from hybrid_trt.streaming.frames import Changes, Frame
-from hybrid_trt.streaming.kept_tokens import with_kept
-from hybrid_trt.streaming.settings import Settings
-from hybrid_trt.streaming.stream import Stream
+from hybrid_trt.streaming.frames import Changes, Frame, Settings
+from hybrid_trt.streaming.stream import Stream, with_kept
 from memory_fixtures import file
 from on_engines import OWN as LCM
 from on_engines import OnEngines, steady_after_two

@@ -16,6 +16,7 @@ from hybrid_trt.streaming import pictures
 from live_client import Client, image, joined, run_client, run_stream, same
 from live_stream import by_stock_nodes, live
 from pack import ROOT
+from scenarios import Prompt, node
 from shipped_workflows import shipped
 from workflow_recipes import with_tiny_models
 from workflow_to_prompt import to_prompt

@@ -13,12 +13,10 @@ import torch
 from comfy import model_management
 from given_frames import Given, TextEncoder, apart, image, net, prompts, random, stock, streamed, vae, with_image
 from hybrid_trt.engine_library import Library
-from hybrid_trt.sampling import frame_times
-from hybrid_trt.sampling.frame_times import FrameTimes
 from hybrid_trt.streaming import run
-from hybrid_trt.streaming.frames import Changes, Frame
+from hybrid_trt.streaming.frames import THE_FRAME, Changes, Frame, Settings, copy, mean_difference
 from hybrid_trt.streaming.open_sampling import OpenSampling
-from hybrid_trt.streaming.settings import THE_FRAME, Settings
+from hybrid_trt.streaming.run import FrameTimes
 from hybrid_trt.streaming.stream import Stream
 from memory_fixtures import file, library
 from patched import Patched, load

@@ -12,10 +12,8 @@ import comfy.sd
 import pytest
 import torch
 from comfy.utils import load_torch_file
-from hybrid_trt.sampling.frame_times import FrameTimes
-from hybrid_trt.streaming.frames import Changes, Frame
-from hybrid_trt.streaming.run import run_stream
-from hybrid_trt.streaming.settings import Settings
+from hybrid_trt.streaming.frames import Changes, Frame, Settings
+from hybrid_trt.streaming.run import FrameTimes, run_stream
 from hybrid_trt.streaming.stream import Stream
 from patched import sampling_node
 

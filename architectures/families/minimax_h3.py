@@ -13,14 +13,13 @@ import torch
 from comfy.ldm.common_dit import pad_to_patch_size
 from comfy.ldm.minimax.model import DiTBlock, MiniMaxH3Model
 
-from . import Role
-from .blocks import in_blocks
-from .calls import Binding, EngineCall, Unsupported
-from .folded_activation import linear_behind
-from .rotary import write_out_norms
-from .shapes import Dim, Picture, Range, RequestedSizes, Sizes, Symbol, TensorSpec
-from .sizes import FRAMES, PATCH, PROMPT, VIDEO, VideoSizes
-from .token_layers import attended
+from .. import Role
+from ..blocks import in_blocks
+from ..calls import Binding, EngineCall, Unsupported
+from ..quantised_linear import linear_behind
+from ..shapes import Dim, Picture, Range, RequestedSizes, Sizes, Symbol, TensorSpec
+from ..sizes import FRAMES, PATCH, PROMPT, VIDEO, VideoSizes
+from ..token_layers import attended, write_out_norms
 
 PATCHES = (1, PATCH, PATCH)
 CONDITION, SOUND = Dim("K"), Dim("A", up=2)

@@ -12,11 +12,11 @@ import torch.nn.functional as F
 from comfy.ldm.lightricks.av_model import BasicAVTransformerBlock, LTXAVModel
 from comfy.ldm.lightricks.model import LTXVModel
 
-from . import Role
-from .calls import Binding, EngineCall, PerImagePass, Unsupported
+from .. import Role
+from ..calls import Binding, EngineCall, PerImagePass, Unsupported
+from ..shapes import MOST, Dim, Picture, Range, RequestedSizes, Sizes, Symbol, TensorSpec
+from ..sizes import BATCH, PROMPT, ImageTokenSizes
 from .ltx2_network import OnTokens
-from .shapes import MOST, Dim, Picture, Range, RequestedSizes, Sizes, Symbol, TensorSpec
-from .sizes import BATCH, PROMPT, ImageTokenSizes
 
 VIDEO, SOUND, GUIDES = Dim("N"), Dim("A"), Dim("G")
 CLOCKS, SOUND_CLOCKS = Dim("K"), Dim("L")
