@@ -1,7 +1,7 @@
-"""The network families that can become engines, one module each.
+"""Architectures: the networks that can become engines, and what the rest of the pack asks of them.
 
-A module in this folder that defines ``ARCHITECTURES`` is a family: adding one is adding a file. An architecture looks
-at a loaded native module and says whether it is one of its family, what tensors go in and out, how to call it as a
+A module of ``families/`` that defines ``ARCHITECTURES`` is a family: adding one is adding a file. An architecture looks
+at a loaded native module and says whether the module is of its family, what tensors go in and out, how to call it as a
 function of tensors alone, and how ComfyUI's own calls become such calls. All sizes are read off the module, never from
 a table.
 """
@@ -18,6 +18,7 @@ from enum import Enum
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Protocol
 
+from . import families
 from .calls import Binding, PerImagePass
 from .shapes import Examples, Picture, Profile, Range, RequestedSizes, Sizes, Symbol, TensorSpec, words_for
 from .sizes import ANY
@@ -41,26 +42,29 @@ class Role(str, Enum):
 
 
 class Architecture(Protocol):
-    """Description of a kind of network for the rest of the pack; the classes of ``sizes`` have the last five methods,
-    and ``fuse_layers``, ``passes`` and ``engine_inputs`` for networks that have none.
+    """Description of a kind of network for the rest of the pack.
+
+    The classes of ``sizes`` have the last five methods, and ``fuse_layers``, ``passes`` and ``engine_inputs`` for
+    networks without fused layers and passes.
 
     Attributes:
         name: stands in manifests and file names, for example ``sd15_unet``; never change it.
         sizes: what its engines are built for when the user names no numbers.
-        symbols: the symbols of its tensors' dimensions, and what people call them.
+        symbols: the symbols of its tensors' dimensions, and their names for people.
         batch: the symbol of the batch.
-        prompt: that of the prompt's tokens.
-        free: symbols that compiled files leave free, and the sizes that one file then serves; ``opt`` is what it is
-            compiled with, and no other's. Each call with another size has a file of its own, see
+        prompt: the symbol of the prompt's tokens.
+        free: symbols that compiled files leave free, and the sizes that one file then serves. A file is compiled with
+            the sizes ``opt``, which differ from each other. Each call with another size has a file of its own, see
             ``calls.file_sizes``. All symbols where the network is compiled in blocks, none where it is compiled whole.
         halved: symbols whose sizes are halved, in this order, where a call is too large for a CPU.
-        per_step: True for networks that each step calls. Others run once per picture: compiled files alone serve them,
-            and nothing of them is captured as a CUDA graph.
+        per_step: True for networks that each step calls. A network that runs once per picture is served by compiled
+            files alone, and not captured as a CUDA graph.
         arguments: the positional arguments of the native forward, in order. ``control`` and ``transformer_options`` are
             ComfyUI's in every backbone.
 
-    One for a network with the companion of a model patch also has ``absorbs``, see ``model_patches``. One whose
-    calls may attend to earlier frames has ``keeping_tokens``: module -> the architecture of such calls, or None.
+    The architecture of a network with the companion of a model patch also has ``absorbs``, see ``model_patches``.
+    An architecture whose calls may attend to earlier frames has ``keeping_tokens``: module -> the architecture of
+    such calls, or None.
     """
 
     name: str
@@ -79,15 +83,15 @@ class Architecture(Protocol):
         ...
 
     def inputs(self, module: torch.nn.Module, dtype: str) -> list[TensorSpec]:
-        """Return what the native network takes, in order; ``dtype`` is the compute precision (torch's name)."""
+        """Return the native network's inputs, in order; ``dtype`` is the compute precision (torch's name)."""
         ...
 
     def outputs(self, module: torch.nn.Module, dtype: str) -> list[TensorSpec]:
-        """The engine's outputs, in order."""
+        """Return the engine's outputs, in order."""
         ...
 
     def function(self, module: torch.nn.Module) -> torch.nn.Module:
-        """``module`` as a function of the engine's inputs, in order, returning a tuple of the output tensors.
+        """Return ``module`` as a function of the engine's inputs, in order, to a tuple of the output tensors.
 
         Attention inside is torch's scaled_dot_product_attention, whatever ComfyUI runs. May add hooks to ``module``,
         so give it a copy. A function with ``blocks`` is compiled once for each kind of them, see ``blocks``.
@@ -95,7 +99,7 @@ class Architecture(Protocol):
         ...
 
     def fuse_layers(self, module: torch.nn.Module) -> list[FusedLinear]:
-        """Compute layers that take the same input as one, in a copy without its per-image passes."""
+        """Fuse layers that take the same input, in a copy without its per-image passes."""
         ...
 
     def passes(self, module: torch.nn.Module) -> list[PerImagePass]:
@@ -106,15 +110,15 @@ class Architecture(Protocol):
         ...
 
     def engine_inputs(self, module: torch.nn.Module, dtype: str) -> list[TensorSpec]:
-        """The engine's inputs: outputs of the per-image passes stand in place of what they take."""
+        """Return the engine's inputs: results of the per-image passes replace the inputs of these passes."""
         ...
 
     def binding(self, module: torch.nn.Module) -> Binding:
-        """Return what makes this network's calls those of the engine; made once per look-up, used in every step."""
+        """Return the function from native calls to calls of the engine; made once per look-up, used in every step."""
         ...
 
     def profile(self, asked: RequestedSizes) -> Profile:
-        """The shapes to build for; a number that was not given is the family's.
+        """Return the shapes to build for; a number that was not given is the family's.
 
         Raises:
             ValueError: sizes that are too small or in the wrong order; the text is for the user.
@@ -122,25 +126,27 @@ class Architecture(Protocol):
         ...
 
     def examples(self, profile: Profile) -> Examples:
-        """The sizes to trace, compare and compile an engine of this profile with."""
+        """Return the sizes to trace, compare and compile an engine of this profile with."""
         ...
 
     def words(self, profile: Profile) -> str:
-        """A profile in a few words for people."""
+        """Return a profile in a few words for people."""
         ...
 
     def calls(self, profile: Profile, picture: Picture) -> list[dict[str, int]]:
-        """The calls that sample a picture, symbol -> size, one for each of its batches; what a picture does not tell,
-        such as the tokens of the prompt (``Symbol.of_picture``), is the profile's best."""
+        """Return the calls that sample a picture, symbol -> size, a call for each of its batches.
+
+        Sizes that do not follow from a picture (``Symbol.of_picture``), as the prompt's, are the profile's best.
+        """
         ...
 
     def call_words(self, call: Mapping[str, int]) -> str:
-        """A call's sizes in a few words for people."""
+        """Return a call's sizes in a few words for people."""
         ...
 
 
 _left_out: set[str] = set()
-"""Names of the families' modules that this ComfyUI has other code for; see ``leave_out``."""
+"""Names of families' modules that do not fit this ComfyUI's code; see ``leave_out``."""
 
 
 def leave_out(family: str) -> None:
@@ -149,69 +155,65 @@ def leave_out(family: str) -> None:
 
 
 def needs() -> dict[str, tuple[str, ...] | None]:
-    """Return by the name of a family's module which names in ComfyUI's own code it relies on; None where it fails.
+    """Return the names in ComfyUI's own code that each family relies on, by its module's name.
 
-    A family says so in ``NEEDS``, in the notation of ``comfyui_internals``.
+    A family lists them in ``NEEDS``, in the notation of ``comfyui_internals``. None: its import fails.
     """
-    found: dict[str, tuple[str, ...] | None] = {}
-    for entry in pkgutil.iter_modules(__path__):
-        try:
-            module = importlib.import_module(f".{entry.name}", __name__)
-        except ImportError:
-            found[entry.name] = None
+    return {name: None if family is None else getattr(family, "NEEDS", ()) for name, family in _modules()}
+
+
+def _modules(skipped: Collection[str] = ()) -> Iterator[tuple[str, ModuleType | None]]:
+    """Yield the name and module of each family; None where its import fails."""
+    for entry in pkgutil.iter_modules(families.__path__):
+        if entry.name in skipped:
             continue
-        if hasattr(module, "ARCHITECTURES"):
-            found[entry.name] = getattr(module, "NEEDS", ())
-    return found
+        try:
+            module = importlib.import_module(f"{families.__name__}.{entry.name}")
+        except ImportError as error:
+            log.debug("Hybrid TRT: %s is left out (%s)", entry.name, error)
+            module = None
+        if module is None or hasattr(module, "ARCHITECTURES"):
+            yield entry.name, module
 
 
 def _families() -> Iterator[ModuleType]:
-    for entry in pkgutil.iter_modules(__path__):
-        if entry.name in _left_out:
-            continue
-        try:
-            family = importlib.import_module(f".{entry.name}", __name__)
-        except ImportError as error:  # ``needs`` tells of it, where it is a family's
-            log.debug("Hybrid TRT: %s is left out (%s)", entry.name, error)
-            continue
-        if hasattr(family, "ARCHITECTURES"):
-            yield family
+    return (family for _, family in _modules(_left_out) if family is not None)
 
 
 def architectures() -> dict[str, Architecture]:
-    """Every architecture of this folder by name."""
+    """Return every architecture of the families by name."""
     return {architecture.name: architecture for family in _families() for architecture in family.ARCHITECTURES}
 
 
 def presets() -> dict[str, tuple[str, RequestedSizes]]:
-    """The choices of sizes that families offer on the page (``PRESETS``): key -> a family's name, and its numbers."""
+    """Return the families' choices of sizes for the page (``PRESETS``): key -> a family's name, and its numbers."""
     return {key: preset for family in _families() for key, preset in getattr(family, "PRESETS", {}).items()}
 
 
 def may_be_served(tensors: Iterable[str]) -> bool:
-    """Tell whether a file with tensors of these names may hold a network of a family here. False is certain.
+    """Tell whether a file with tensors of these names may hold a network of a family. False is certain.
 
-    A family says in ``FILE_MARKS`` which parts of names its files have; one that does not may be in any file.
+    ``FILE_MARKS`` are parts of names in a family's files. A family without them may be in any file.
     """
     marks = [getattr(family, "FILE_MARKS", ("",)) for family in _families()]
     return any(mark in name for name in tensors for part in marks for mark in part)
 
 
 def architecture_of(module: torch.nn.Module, role: Role | None = None) -> Architecture | None:
-    """The architecture that a native module belongs to, or None when no engine can be built for it.
+    """Return the architecture that a native module belongs to, or None when no engine can be built for it.
 
     Args:
-        role: the module's; None where it has but one.
+        role: the module's; None for a module with a single role.
     """
     alike = (a for a in architectures().values() if role in (None, a.role))
     return next((a for a in alike if a.matches(module)), None)
 
 
 def absorbed_patch(module: torch.nn.Module, patches: Mapping[str, Sequence[Any]]) -> tuple[AbsorbedPatch, Any] | None:
-    """The model patch of a network's calls that engines compute themselves, with its kind, or None.
+    """Return the model patch of a network's calls that engines compute themselves, with its kind, or None.
 
     Args:
-        patches: those of the calls, by ComfyUI's names of their places.
+        patches: of the calls, by ComfyUI's names of their places.
     """
     if not any(patches.values()):
         return None
@@ -227,7 +229,7 @@ def absorbed_patch(module: torch.nn.Module, patches: Mapping[str, Sequence[Any]]
 
 @functools.cache
 def patch_nodes() -> Mapping[str, Collection[str]]:
-    """The nodes of model patches that engines compute themselves, and which inputs of each decide on the engine."""
+    """Return the nodes of model patches that engines compute: name -> the inputs that decide on the engine."""
     kinds = (getattr(architecture, "absorbs", None) for architecture in architectures().values())
     return {kind.node: kind.decides for kind in kinds if kind is not None}
 
@@ -235,27 +237,30 @@ def patch_nodes() -> Mapping[str, Collection[str]]:
 def timestep_per_image(module: torch.nn.Module) -> bool:
     """Tell whether each image of a batch may be at a timestep of its own.
 
-    A family says so by ``timestep_per_image``; of other networks it is not known.
+    A family says so by ``timestep_per_image``. False for a network of no known family.
     """
     return getattr(architecture_of(module, Role.BACKBONE), "timestep_per_image", False)
 
 
 def runs_per_step(architecture: str) -> bool:
-    """Tell whether each step calls networks of an architecture; True where its name is not known."""
+    """Tell whether each step calls networks of an architecture; True for an unknown name."""
     known = architectures().get(architecture)
     return known is None or known.per_step
 
 
 def profile_words(architecture: str, profile: Profile) -> str:
-    """A profile in words; in those of still images where the family is not known, or ComfyUI's classes not loaded."""
+    """Return a profile in words.
+
+    Where the family is not known, or ComfyUI is not loaded, the words are for still images.
+    """
     known = architectures().get(architecture) if "comfy.model_management" in sys.modules else None
     try:
         return (known or ANY).words(profile)
-    except KeyError:  # somebody wrote a manifest that lacks a size of its family
+    except KeyError:  # a manifest may lack a size of its family
         return words_for(profile, (known or ANY).symbols)
 
 
 def symbols_of(architecture: str) -> Mapping[str, Symbol]:
-    """The symbols of a family by its architecture's name; none when this version does not know it."""
+    """Return the symbols of an architecture by its name; none for an unknown name."""
     known = architectures().get(architecture)
     return known.symbols if known is not None else {}

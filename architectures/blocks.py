@@ -1,4 +1,4 @@
-"""Blocks: the layers of a network that are compiled once for each kind. A call of one as tensors and a form.
+"""Blocks: the layers of a network that are compiled once for each kind. A block's call is tensors and a form.
 
 A family's function lists its blocks in ``blocks``. It calls them with tensors, or ComfyUI's own forward does.
 """
@@ -15,10 +15,11 @@ import torch
 OVERRIDE = "optimized_attention_override"
 """The only entry of ComfyUI's ``transformer_options`` that a block of an engine reads."""
 
+
 def in_blocks(
     layers: Iterable[torch.nn.Module], compute: Callable[..., Any] | None = None
 ) -> tuple[torch.nn.Module, ...]:
-    """Return layers of a copy as blocks; where ``compute`` is given a call of one computes that, with it first."""
+    """Return layers of a copy as blocks. A call of a layer is then ``compute(layer, ...)``, where that is given."""
     found = tuple(layers)
     if compute is not None:
         for layer in found:
@@ -36,18 +37,18 @@ def take_apart(value: Any, tensors: list[torch.Tensor]) -> Form:
     """Append the tensors of a value to ``tensors`` and return the rest: its form.
 
     Raises:
-        TypeError: it holds something that has no form.
+        TypeError: a part of the value is not hashable.
     """
     if isinstance(value, torch.Tensor):
         tensors.append(value)
         return (_TENSOR,)
     if isinstance(value, tuple | list):
-        return type(value), *(take_apart(one, tensors) for one in value)
+        return type(value), *(take_apart(part, tensors) for part in value)
     if isinstance(value, dict):
         kept = {OVERRIDE: value[OVERRIDE]} if OVERRIDE in value else value
-        return dict, *((name, take_apart(one, tensors)) for name, one in kept.items())
+        return dict, *((name, take_apart(part, tensors)) for name, part in kept.items())
     if is_dataclass(value) and not isinstance(value, type):
-        return type(value), *(take_apart(getattr(value, one.name), tensors) for one in fields(value))
+        return type(value), *(take_apart(getattr(value, part.name), tensors) for part in fields(value))
     hash(value)
     return _PLAIN, value
 
@@ -55,18 +56,18 @@ def take_apart(value: Any, tensors: list[torch.Tensor]) -> Form:
 def put_together(form: Form, tensors: Iterator[torch.Tensor]) -> Any:
     """The inverse of ``take_apart``."""
     kind, *rest = form
-    if kind is _TENSOR or kind == _TENSOR:
+    if kind == _TENSOR:
         return next(tensors)
     if kind == _PLAIN:
         return rest[0]
     if kind is dict:
-        return {name: put_together(one, tensors) for name, one in rest}
-    values = [put_together(one, tensors) for one in rest]
+        return {name: put_together(part, tensors) for name, part in rest}
+    values = [put_together(part, tensors) for part in rest]
     return kind(values) if kind in (tuple, list) else kind(*values)
 
 
 def words_of(form: Form) -> str:
-    """A form in words that are the same in each process."""
+    """Return a form in words that are the same in each process."""
     kind, *rest = form
     if kind in (_TENSOR, _PLAIN):
         return " ".join([kind, *map(repr, rest)])

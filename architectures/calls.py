@@ -19,11 +19,26 @@ Control = dict[str, list]
 
 
 class Unsupported(Exception):
-    """A call that no engine of the family can serve; the text names what is in the way."""
+    """A call that no engine of the family can serve; the text names the obstacle."""
 
 
 class OtherKind(Unsupported):
     """A call that was made for another kind of network."""
+
+
+def refuse_all_but(call: Mapping[str, Any], taken: Collection[str]) -> None:
+    """Raise Unsupported where a call gives an argument that is not in ``taken``."""
+    for name, value in call.items():
+        if value is not None and name not in taken:
+            raise Unsupported(name)
+
+
+def prompt_of(call: Mapping[str, Any]) -> torch.Tensor:
+    """Return the prompt's tokens; Unsupported where a call has none."""
+    context = call.get("context")
+    if context is None:
+        raise Unsupported("there is no prompt")
+    return context
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,9 +46,9 @@ class AsyncInputs:
     """Inputs of a call that are not computed yet.
 
     Attributes:
-        names: which.
-        stream: what computes them.
-        ready: recorded there behind the last of them.
+        names: of the inputs.
+        stream: computes them.
+        ready: recorded on the stream behind the last input.
     """
 
     names: frozenset[str]
@@ -43,14 +58,14 @@ class AsyncInputs:
 
 @dataclass(slots=True)
 class EngineCall:
-    """One call of an engine in the place of a native one.
+    """A call of an engine in the place of a native call.
 
     Attributes:
-        inputs: tensors by name, of any float dtype on any device: the engine's, and what its per-image passes take.
-        finish: the engine's outputs by name -> what the native call would have returned, in fresh tensors.
-        extras: of a per-image pass by its name, what its result depends on besides its tensor; compared, so hashable.
-        residuals: names of the inputs that are a ControlNet's.
-        late: those that another stream still computes, for a session that takes such; None where all are there.
+        inputs: tensors by name, of any float dtype on any device, for the engine and its per-image passes.
+        finish: the engine's outputs by name -> the result of the native call, in fresh tensors.
+        extras: a per-image pass's name -> further values that its result depends on; compared, so hashable.
+        residuals: names of the inputs that are a ControlNet's residuals.
+        late: inputs that another stream still computes, for a session that takes such; None where all are computed.
     """
 
     inputs: dict[str, torch.Tensor]
@@ -61,10 +76,10 @@ class EngineCall:
 
 
 Binding = Callable[[Mapping[str, Any]], EngineCall]
-"""A native call of one network, the arguments of its forward by name, as a call of the engine.
+"""A native call, the arguments of the network's forward by name -> a call of the engine.
 
 Raises:
-    Unsupported: the call has something that no engine of the family takes.
+    Unsupported: no engine of the family takes such a call.
 """
 
 
@@ -73,9 +88,9 @@ class PerImagePass:
     """A part of a network that runs by itself, from its live weights, once per image and not in every step.
 
     Attributes:
-        takes: the input that it depends on; a call gives it under this name.
+        takes: its input; a call gives it under this name.
         gives: names of the engine's inputs that it makes, in order.
-        function: the input, and the call's extra for it where there is one -> a tensor for each of ``gives``.
+        function: the input, and the call's extra if any -> a tensor for each of ``gives``.
     """
 
     takes: TensorSpec
@@ -92,8 +107,8 @@ class ResidualLayout:
     """Names of an engine's tensors for the residuals in ComfyUI's lists.
 
     Attributes:
-        places: list name -> the tensor's name for each place, in the order in which native consumes the list; None
-            where native adds what it finds and the engine has no input for it. A tensor may stand in several places.
+        places: list name -> the tensor's name for each place, in the order in which native consumes the list. None
+            for a place whose residual native adds and the engine does not take. A tensor may stand in several places.
         from_end: whether native consumes lists from their end (UNetModel pops) or from their start (transformers).
     """
 
@@ -101,15 +116,15 @@ class ResidualLayout:
     from_end: bool = True
 
     def take(self, control: Mapping[str, Sequence] | None, batch: int) -> dict[str, torch.Tensor]:
-        """Tensor name -> residual. ``control`` is only read: native would pop from its lists.
+        """Return tensor name -> residual. ``control`` is only read: native would pop from its lists.
 
-        One that ComfyUI made once for a whole batch is repeated, as adding it natively does.
+        A residual that ComfyUI made once for a whole batch is expanded, as adding it natively does.
 
         Raises:
             Unsupported: a residual acts where the engine takes none.
         """
         given: dict[str, torch.Tensor] = {}
-        expanded: dict[int, torch.Tensor] = {}  # one that stands in several places stays one
+        expanded: dict[int, torch.Tensor] = {}  # a residual in several places stays the same object
         for kind, residuals in (control or {}).items():
             in_order = reversed(residuals) if self.from_end else residuals
             for name, residual in zip(self.places.get(kind, ()), in_order, strict=False):
@@ -125,7 +140,7 @@ class ResidualLayout:
         return given
 
     def give(self, outputs: Mapping[str, torch.Tensor], like: torch.Tensor) -> Control:
-        """The lists that native would have returned, on the device and of the dtype of ``like``."""
+        """Return native's lists, on the device and of the dtype of ``like``."""
         device, dtype = like.device, like.dtype
         step = -1 if self.from_end else 1
         return {
@@ -139,11 +154,11 @@ Call = Mapping[str, int]
 
 @dataclass(frozen=True)
 class UncoveredCall:
-    """A call that no engine of its size was there for.
+    """A call without an engine of its size.
 
     Attributes:
-        sizes: those of the call, (symbol, size).
-        words: the same for people.
+        sizes: of the call, (symbol, size).
+        words: the sizes for people.
         ran: how it ran instead: ``"graph"``, ``"eager"`` (both on live weights) or ``"native"``.
     """
 
@@ -157,8 +172,8 @@ class RequestedCalls:
     """The calls that a node wants engines for.
 
     Attributes:
-        profile: its sizes.
-        pictures: those that the graph asks for, as far as it tells.
+        profile: the node's sizes.
+        pictures: that the graph asks for, as far as they are known.
         seen: calls of the last run that had no engine of their size, the most frequent first; None before a run.
     """
 
@@ -168,22 +183,22 @@ class RequestedCalls:
 
     def hold(self, architecture: Architecture, call: Call) -> bool:
         """Tell whether the node's sizes or the graph's pictures ask for a call."""
-        drawn = [own for picture in self.pictures for own in architecture.calls(self.profile, picture)]
+        sampled = [own for picture in self.pictures for own in architecture.calls(self.profile, picture)]
         ranges = self.profile.ranges
         return all(
-            ranges[symbol].contains(size) or any(size == own[symbol] for own in drawn)
+            ranges[symbol].contains(size) or any(size == own[symbol] for own in sampled)
             for symbol, size in call.items()
             if symbol in ranges
         )
 
 
 def serves_every_size(architecture: Architecture) -> bool:
-    """Tell whether one compiled file serves all calls: its network is compiled in blocks."""
+    """Tell whether a single compiled file serves all calls: its network is compiled in blocks."""
     return bool(architecture.free)
 
 
 def words_of(architecture: Architecture, call: Call) -> str:
-    """The sizes of a call, or of a compiled file, in a few words for people."""
+    """Return the sizes of a call, or of a compiled file, in a few words for people."""
     return architecture.call_words(call) if call else EVERY_SIZE
 
 
@@ -191,43 +206,43 @@ EVERY_SIZE, ANY_SIZE = "every size", "any size"
 
 
 def lacking_words(architecture: Architecture, call: Call) -> str:
-    """The sizes that nothing was compiled for when a call was made, in words for people."""
+    """Return the sizes without a compiled file when a call was made, in words for people."""
     return ANY_SIZE if serves_every_size(architecture) else architecture.call_words(call)
 
 
 def file_sizes(architecture: Architecture, call: Call) -> dict[str, int]:
-    """The sizes of a call that its compiled file is for; the others it leaves free."""
+    """Return the sizes of a call that its compiled file fixes; the file leaves the rest free."""
     free = architecture.free
     return {symbol: size for symbol, size in call.items() if symbol not in free or not free[symbol].contains(size)}
 
 
 def example_of(architecture: Architecture, call: Call) -> dict[str, int]:
-    """The call that a file for a call is compiled with; the same for all calls that it serves."""
+    """Return the call that a file for a call is compiled with; the same for all calls that the file serves."""
     own = file_sizes(architecture, call)
     return {symbol: size if symbol in own else architecture.free[symbol].opt for symbol, size in call.items()}
 
 
-def sample_alike(architecture: Architecture, calls: Iterable[Call], others: Iterable[Call]) -> bool:
-    """Tell whether one of some calls has the sizes of another, but for what no picture tells: its prompt's length.
+def sample_alike(architecture: Architecture, calls: Iterable[Call], known: Iterable[Call]) -> bool:
+    """Tell whether a call has the same sizes of a picture as a known call. The prompt's length does not count.
 
     Args:
-        others: calls, or the sizes of compiled files, see ``file_sizes``.
+        known: calls, or the sizes of compiled files, see ``file_sizes``.
     """
-    told = [name for name, symbol in architecture.symbols.items() if symbol.of_picture]
-    return any(all(call.get(name) == other[name] for name in told if name in other)
-               for other in others for call in calls)  # fmt: skip
+    of_picture = [name for name, symbol in architecture.symbols.items() if symbol.of_picture]
+    return any(all(call.get(name) == sizes[name] for name in of_picture if name in sizes)
+               for sizes in known for call in calls)  # fmt: skip
 
 
 def calls_to_compile(
     architecture: Architecture, requested: RequestedCalls, symbols: Collection[str], compiled: Collection[Call]
 ) -> list[list[Call]]:
-    """List the calls that lack a compiled file; those that differ in nothing but their batch are one list.
+    """List the calls that lack a compiled file; calls that differ in their batch alone share a list.
 
-    A picture's prompt is as long as a run showed it to be. So a picture that has some file lacks nothing until a run
-    says so. Where neither the graph nor a run tells what is asked for, it is what the profile is best at.
+    Only a run shows how long a picture's prompt is. So a picture that has a file of any prompt lacks nothing until a
+    run says so. Where neither the graph nor a run shows what is wanted, the call is the profile's best.
 
     Args:
-        symbols: those of the network's inputs.
+        symbols: of the network's inputs.
         compiled: the sizes that there are files for, see ``file_sizes``.
     """
     profile, seen = requested.profile.only(symbols), requested.seen
@@ -255,13 +270,13 @@ def _engines(calls: Sequence[Call], batch: str) -> list[list[Call]]:
 log = logging.getLogger(__name__)
 
 APPLY_CONTROL = ("comfy.ldm.modules.diffusionmodules.openaimodel", "apply_control")
-"""Its module and name."""
+"""The module and name of ComfyUI's function that adds residuals in a UNet."""
 
 
 def only_adds_residuals(function: Callable) -> bool:
     """Tell whether a function in the place of ComfyUI's ``apply_control`` only adds residuals that fit.
 
-    Packs put functions there that resize what does not fit, which no engine takes. Tried on small tensors.
+    Functions of other packs also resize residuals, which no engine does. It is tried on small tensors.
     """
     import torch
 
@@ -272,7 +287,7 @@ def only_adds_residuals(function: Callable) -> bool:
             for name in ("input", "middle", "output"):
                 lists: dict[str, list] = {"input": [], "middle": [], "output": [], name: [first, None, last]}
                 expected = [picture + last, picture, picture + first, picture]
-                if not all(torch.equal(function(picture.clone(), lists, name), one) for one in expected):
+                if not all(torch.equal(function(picture.clone(), lists, name), result) for result in expected):
                     return False
             return torch.equal(function(picture.clone(), None, "middle"), picture)
         except Exception as error:

@@ -10,10 +10,10 @@ import torch.nn.functional as F
 
 
 class FusedLinear(torch.nn.Module):
-    """Layers whose weights lie one after another in one tensor; its first part in a pass computes all.
+    """Layers whose weights are joined in a tensor; the first ``Part`` that is called in a pass computes all.
 
     Attributes:
-        layers: the layers, which compute no longer themselves; their parameters are parts of this one's.
+        layers: the layers, which compute no longer themselves; their parameters are views of joined parameters.
         weight: (sum of the layers' features out, features in).
         bias: (sum of the layers' features out,), or None.
     """
@@ -21,8 +21,8 @@ class FusedLinear(torch.nn.Module):
     def __init__(self, layers: Sequence[torch.nn.Linear], first: torch.nn.Module | None = None):
         """
         Args:
-            layers: of one width in, all with a bias or none.
-            first: computed before, once.
+            layers: with the same features in, all with a bias or none.
+            first: computed before the layers, once.
         """
         super().__init__()
         self.layers = tuple(layers)  # a tuple: they are no submodules of this one
@@ -41,9 +41,9 @@ class FusedLinear(torch.nn.Module):
         return list(self._parameters) if self.bias is not None else ["weight"]
 
     def forward(self, index: int, given: torch.Tensor) -> torch.Tensor:
-        """Return what one of the layers gives.
+        """Return the result of a layer.
 
-        A part that was taken before belongs to an earlier pass, even when the tensor is the same: it may have been
+        A result that was taken before belongs to an earlier pass, even for the same tensor: the tensor may have been
         written since.
         """
         if self._given is None or self._given() is not given or self._results[index] is None:
@@ -58,7 +58,7 @@ class FusedLinear(torch.nn.Module):
 
 
 class Part(torch.nn.Module):
-    """Stands where one of the fused layers was."""
+    """Replaces a fused layer."""
 
     def __init__(self, fused: FusedLinear, index: int):
         super().__init__()
@@ -69,30 +69,30 @@ class Part(torch.nn.Module):
         return self._whole[0](self._index, given)
 
 
-Place = tuple[torch.nn.Module, str]
-"""A module and the name of one of its children."""
+Child = tuple[torch.nn.Module, str]
+"""A module and a child's name."""
 
 
-def fuse(module: torch.nn.Module, groups: Sequence[Sequence[Place]]) -> list[FusedLinear]:
-    """Compute the layers at each group of places as one. ``module`` is a copy that nobody else uses.
+def fuse(module: torch.nn.Module, groups: Sequence[Sequence[Child]]) -> list[FusedLinear]:
+    """Fuse the layers of each group. ``module`` is a copy that nobody else uses.
 
-    Groups with quantised layers, with ones that multiply in fp8, or with weights of several dtypes, stay as they are.
+    Groups with quantised layers, with layers that multiply in fp8, or with weights of several dtypes, stay as they are.
 
     Args:
-        groups: of ``Linear``s, or of ``Sequential``s that end with one and are alike before it.
+        groups: ``Linear``s, or ``Sequential``s that end with a ``Linear`` and are alike before it.
     """
     from .quantised_linear import multiplies_in_fp8
 
     made = []
-    for places in groups:
-        found = [owner.get_submodule(leaf) for owner, leaf in places]
+    for children in groups:
+        found = [owner.get_submodule(leaf) for owner, leaf in children]
         before = [layer[:-1] if isinstance(layer, torch.nn.Sequential) else None for layer in found]
         linears = [layer[-1] if isinstance(layer, torch.nn.Sequential) else layer for layer in found]
         plain = all(isinstance(layer, torch.nn.Linear) and not multiplies_in_fp8(layer) for layer in linears)
         if not plain or len({layer.weight.dtype for layer in linears}) > 1:
             continue
         fused = FusedLinear(linears, before[0])
-        for index, (owner, leaf) in enumerate(places):
+        for index, (owner, leaf) in enumerate(children):
             setattr(owner, leaf, Part(fused, index))
         made.append(fused)
     module.fused = torch.nn.ModuleList(made)

@@ -1,11 +1,11 @@
 """Tokens of earlier frames for self-attention: what remembers them, and how a UNet's engine takes and gives them.
 
-Each self-attention layer attends to its own tokens and to those that it had at the same step of earlier frames, as if
-these were further places of the picture. This is approximate: a picture then depends on the frames before it. The first
-frame is exact, and so is one that is like those before.
+Each self-attention layer attends to its own tokens and to its tokens at the same step of earlier frames, as if these
+were further places of the picture. This is approximate: a picture then depends on the frames before it. The first frame
+is exact, and so is a frame that equals the frames before it.
 
-A frame reads what was kept before it and writes its own tokens beside that; ``begin`` moves them there. So a frame may
-be computed several times, and a CUDA graph that holds all of it finds everything at the same addresses.
+A frame reads the kept tokens and writes its own tokens beside them; ``begin`` moves these there. So a frame may be
+computed several times, and a CUDA graph of the whole frame finds everything at the same addresses.
 """
 
 from __future__ import annotations
@@ -17,22 +17,23 @@ from typing import Any
 import torch
 
 PLACE = "attn1_patch"
-"""ComfyUI's name of the place where a patch changes what self-attention sees."""
+"""ComfyUI's name of the place where a patch changes the tokens that self-attention attends to."""
 
 
 @dataclass
 class _Call:
-    """One of the calls of each frame.
+    """A call that each frame makes.
 
     Attributes:
-        shape: of its latents; ``dtype`` theirs and that of the tokens.
-        slots: for each frame that is remembered, the parts of ``kept`` that are its own.
-        now: tokens of each layer in the frame at hand, (B, L, C).
-        kept: those of earlier frames, (B, frames * L, C).
-        count: the number of slots that are filled, from the first on.
+        shape: of its latents.
+        dtype: of latents and tokens.
+        slots: for each remembered frame, its parts of ``kept``.
+        now: tokens of each layer in the current frame, (B, L, C).
+        kept: tokens of each layer in earlier frames, (B, frames * L, C).
+        count: the number of filled slots, from the first on.
         next: the slot to be filled next.
         marks: an element for each slot.
-        layer: the layer that native comes to next.
+        layer: the layer that native computes next.
     """
 
     shape: tuple[int, ...]
@@ -52,18 +53,18 @@ class _Call:
             now = torch.empty_like(like, memory_format=torch.contiguous_format)
             kept = like.new_empty(batch, len(self.slots) * length, width)
             self.marks = like.new_zeros(len(self.slots)) if self.marks is None else self.marks
-        self.now.append(now)  # where memory lacked for one of them there is neither
+        self.now.append(now)  # both or none: memory may lack for the second
         self.kept.append(kept)
         for slot, part in zip(self.slots, self.kept[-1].split(length, dim=1), strict=True):
             slot.append(part)
 
     def earlier(self, layer: int) -> torch.Tensor:
-        """Return the tokens that a layer had before."""
+        """Return a layer's tokens in earlier frames."""
         kept, length = self.kept[layer], self.now[layer].shape[1]
         return kept if self.count == len(self.slots) else kept[:, : self.count * length]
 
     def advance(self) -> None:
-        """Count the tokens of now among those of earlier frames, in the place of the oldest."""
+        """Copy the current tokens to the kept tokens, in the place of the oldest."""
         if not self.now:
             return
         torch._foreach_copy_(self.slots[self.next], self.now)
@@ -72,12 +73,12 @@ class _Call:
 
 
 class KeptTokens:
-    """A patch of self-attention that remembers the tokens of some frames; an engine asks and tells it by itself.
+    """A patch of self-attention that remembers the tokens of some frames; engines call ``before`` and ``keep``.
 
     Attributes:
-        frames: the number of earlier frames that are remembered.
+        frames: the number of earlier frames to remember.
         edition: changes whenever tensors lie elsewhere; larger CUDA graphs that read them are void then.
-        full: True if every call of the frame at hand finds so many frames before it.
+        full: True if every call of the current frame finds so many frames before it.
     """
 
     def __init__(self, frames: int):
@@ -85,12 +86,12 @@ class KeptTokens:
         self.edition = 0
         self.full = False
         self._size: tuple[int, ...] = ()
-        self._calls: dict[tuple[torch.device, int], _Call] = {}  # by their number among those of a device
-        self._done: dict[torch.device, list[_Call]] = {}  # of the frame, when it was launched last
+        self._calls: dict[tuple[torch.device, int], _Call] = {}  # by device and number
+        self._done: dict[torch.device, list[_Call]] = {}  # of the frame, in its last launch
         self._first: tuple | None = None  # the layer that each call begins with
 
     def begin(self, size: tuple[int, ...]) -> None:
-        """Begin another frame; one of another size has none before it."""
+        """Begin another frame; a frame of another size has no frames before it."""
         if size != self._size:
             self.clear()
             self._size = size
@@ -100,7 +101,7 @@ class KeptTokens:
         self.full = bool(done) and all(call.count == self.frames for call in done)
 
     def launch(self) -> None:
-        """Begin the calls of the frame, also where they were made before."""
+        """Begin the calls of the frame, or repeat them."""
         self._done = {}
 
     def clear(self) -> None:
@@ -109,7 +110,7 @@ class KeptTokens:
         self.edition += 1
 
     def before(self, x: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """Return the tokens that each layer had at the same call of earlier frames, behind an element for each frame.
+        """Return (marks, tokens): a mark per earlier frame, then each layer's tokens in the same call of these frames.
 
         Args:
             x: the latents of the call.
@@ -120,7 +121,7 @@ class KeptTokens:
         return call.marks[: call.count], [call.earlier(layer) for layer in range(len(call.now))]
 
     def keep(self, x: torch.Tensor, tokens: Sequence[torch.Tensor]) -> None:
-        """End a call, with the tokens that its layers had."""
+        """End a call, with the tokens of its layers."""
         call = self._begun(tuple(x.shape), x)
         while len(call.now) < len(tokens):
             call.add(tokens[len(call.now)].to(x.device, x.dtype))
@@ -139,7 +140,7 @@ class KeptTokens:
     def __call__(
         self, n: torch.Tensor, context: torch.Tensor, value: torch.Tensor, options: dict[str, Any]
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return tokens, and what keys and values are made of; see ComfyUI's ``BasicTransformerBlock``."""
+        """Return the inputs of queries, keys and values; see ComfyUI's ``BasicTransformerBlock``."""
         layer = (options.get("block"), options.get("block_index"))
         self._first = self._first or layer
         if layer == self._first:
@@ -154,7 +155,7 @@ class KeptTokens:
 
 
 class TokensOfCall:
-    """The patch inside an engine's graph: takes the tokens of earlier frames, and lists those of the call.
+    """The patch inside an engine's graph: takes the tokens of earlier frames, and lists the call's own tokens.
 
     Attributes:
         tokens: of each layer, in order.
@@ -173,7 +174,7 @@ class TokensOfCall:
 
 
 def kept_in(patches: Mapping[str, Sequence[Any]]) -> KeptTokens | None:
-    """Return what remembers the tokens of a call, if that is the only patch of it."""
+    """Return the call's ``KeptTokens``, if that is its only patch."""
     found = [(place, patch) for place, given in patches.items() for patch in given]
     if len(found) != 1 or found[0][0] != PLACE:
         return None

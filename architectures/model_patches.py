@@ -1,8 +1,8 @@
-"""Model patches that a family computes inside its engines: two networks, each with weights of its own, as one.
+"""Model patches that a family computes inside its engines: two networks, each with weights of its own, in an engine.
 
 A model patch of ComfyUI calls a second network, the companion, inside a model's forward. A family that computes a patch
-itself has an architecture for both networks together: it matches a ``WithCompanion`` and says in ``absorbs`` which
-patches it takes.
+itself has an architecture for both networks together. It matches a ``WithCompanion``, and its ``absorbs`` is the kind
+of patch that it takes.
 """
 
 from __future__ import annotations
@@ -15,11 +15,17 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from .shapes import TensorSpec
+
 if TYPE_CHECKING:
     from comfy.model_patcher import ModelPatcher
 
+STRENGTH = TensorSpec("strength", "float32", (1,), sample="unit", steady=True)
+"""The strength of a patch, an input of its engines."""
+
+
 class WithCompanion(torch.nn.Module):
-    """A network and its companion as one module."""
+    """A module that holds a network and its companion."""
 
     def __init__(self, base: torch.nn.Module, companion: torch.nn.Module):
         super().__init__()
@@ -28,7 +34,7 @@ class WithCompanion(torch.nn.Module):
 
 
 def _same(parts: Mapping[str, Any]) -> Any | None:
-    """Return the one object that lies in all places, or None."""
+    """Return the object if the same object lies in all places, or None."""
     first = next(iter(parts.values()))
     return first if all(part is first for part in parts.values()) else None
 
@@ -38,12 +44,12 @@ class AbsorbedPatch:
     """A kind of model patch that an architecture computes itself.
 
     Attributes:
-        node: the name of the node that sets it.
-        decides: the inputs of that node that decide which engine it is; others come anew with each call.
-        module: the last part of the name of ComfyUI's module with the patch's classes. That of its nodes is imported
-            by its path, so the rest of its name may be anything.
-        places: the places of the network where it acts, by ComfyUI's names -> the name of the class that acts there.
-        joined: what lies in these places -> the patch, which has the companion; None where they do not go together.
+        node: the name of ComfyUI's node for it.
+        decides: the inputs of the node that decide on the engine; each call gives its other inputs anew.
+        module: the last part of the name of the module with the patch's classes. ComfyUI imports modules of nodes by
+            path, so the rest of the name may be anything.
+        places: ComfyUI's names of the places where it acts -> the name of the class that acts there.
+        joined: the parts in these places -> the patch, which has the companion; None where they do not go together.
     """
 
     node: str
@@ -53,7 +59,7 @@ class AbsorbedPatch:
     joined: Callable[[Mapping[str, Any]], Any | None] = _same
 
     def find(self, patches: Mapping[str, Sequence[Any]]) -> Any | None:
-        """Return the patch of this kind that acts in a call, or None where there is none, or another one beside it."""
+        """Return the patch of this kind that acts in a call; None where there is none, or another patch beside it."""
         found = {place: given for place, given in patches.items() if given}
         if found.keys() != self.places.keys() or any(len(given) != 1 for given in found.values()):
             return None
@@ -62,10 +68,10 @@ class AbsorbedPatch:
         return self.joined(parts) if known else None
 
     def again(self, patches: Mapping[str, Sequence[Any]], companion: ModelPatcher) -> dict[str, Any]:
-        """Return the same patch by its places, with another network; it keeps what it computes to itself.
+        """Return the same patch by its places, with another network and results of its own.
 
         Args:
-            patches: those of a call, in which ``find`` finds the patch.
+            patches: of a call in which ``find`` finds the patch.
         """
         patch = self.find(patches)
         own = copy.copy(patch)

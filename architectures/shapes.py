@@ -7,6 +7,7 @@ symbols, so the symbols of one call say all its shapes. Importing this module ne
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -38,16 +39,16 @@ class Dim:
 
     @property
     def tells(self) -> bool:
-        """True where the symbol follows from the size."""
+        """Tell whether the symbol follows from the size."""
         return self.down == 1 and self.times is None
 
     @property
     def symbols(self) -> set[str]:
-        """All that the size follows from."""
+        """Return the symbols that the size follows from."""
         return {self.symbol, *(self.times.symbols if self.times else ())}
 
     def size(self, symbols: Mapping[str, int]) -> int:
-        """The number of elements along this dimension, given the symbols of a call."""
+        """Return the number of elements along this dimension, given the symbols of a call."""
         own = -(-symbols[self.symbol] * self.up // self.down)
         return own * self.times.size(symbols) if self.times else own
 
@@ -64,15 +65,15 @@ class Dim:
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """One named input or output of an engine.
+    """A named input or output of an engine.
 
     Attributes:
         dtype: torch's name: float16, bfloat16 or float32.
         optional: a call may leave this input out, which means zeros.
-        sample: which values it has in sampling, see ``SAMPLE_RANGES``; no part of what an engine is.
-        late: whether a call may give this input while others still compute it; no part of what an engine is either.
-        steady: whether a binding gives the very same tensor, unchanged, for as long as its values stay: rotary
-            embeddings. Captured graphs copy it only when another comes. No part of what an engine is.
+        sample: the distribution of its values in sampling, see ``SAMPLE_RANGES``. Not in an engine's identity.
+        late: whether a call may give this input while another stream still computes it. Not in an engine's identity.
+        steady: whether a binding gives the very same tensor for as long as its values stay, as rotary embeddings.
+            Captured graphs copy it only when another tensor comes. Not in an engine's identity.
     """
 
     name: str
@@ -84,11 +85,11 @@ class TensorSpec:
     steady: bool = field(default=False, compare=False)
 
     def shape(self, symbols: Mapping[str, int]) -> Shape:
-        """The shape of this tensor in a call with these symbols."""
+        """Return the shape of this tensor in a call with these symbols."""
         return tuple(d if isinstance(d, int) else d.size(symbols) for d in self.dims)
 
     def dynamic_axes(self) -> dict[int, str]:
-        """Axis -> name of every dimension that is not fixed, as ONNX wants it."""
+        """Return axis -> name of every dimension that is not fixed, as ONNX wants it."""
         return {i: str(d) for i, d in enumerate(self.dims) if isinstance(d, Dim)}
 
     def to_json(self) -> dict:
@@ -108,7 +109,7 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class Range:
-    """The sizes of one symbol that an engine accepts; ``opt`` is what it is tuned for. 0: a call may go without."""
+    """The sizes of a symbol that an engine accepts; it is tuned for ``opt``. 0: a call may go without the tensor."""
 
     min: int
     opt: int
@@ -134,22 +135,19 @@ class Profile:
         return all(s in self.ranges and self.ranges[s].contains(r) for s, r in other.ranges.items())
 
     def clamp(self, symbols: Mapping[str, int]) -> dict[str, int]:
-        """The nearest sizes to ``symbols`` that this profile accepts."""
+        """Return the nearest sizes to ``symbols`` that this profile accepts."""
         return {s: min(max(symbols.get(s, r.opt), r.min), r.max) for s, r in self.ranges.items()}
 
     def volume(self) -> int:
-        """Return how much the largest call holds; of two profiles that both fit, the smaller is the cheaper engine."""
-        total = 1
-        for r in self.ranges.values():
-            total *= r.max
-        return total
+        """Return the product of the largest sizes. Of two fitting profiles, the smaller is the cheaper engine."""
+        return math.prod(r.max for r in self.ranges.values())
 
     def only(self, symbols: Iterable[str]) -> Profile:
-        """This profile with just the symbols that an architecture uses."""
+        """Return this profile with the given symbols alone."""
         return Profile({s: r for s, r in self.ranges.items() if s in set(symbols)})
 
     def sizes(self, which: str) -> dict[str, int]:
-        """Symbol -> size at ``which`` of ``"min"``, ``"opt"``, ``"max"``."""
+        """Return symbol -> size at ``which`` of ``"min"``, ``"opt"``, ``"max"``."""
         return {s: getattr(r, which) for s, r in self.ranges.items()}
 
     def to_json(self) -> dict:
@@ -161,16 +159,16 @@ class Profile:
 
     @classmethod
     def around(cls, calls: Sequence[Mapping[str, int]]) -> Profile:
-        """The smallest profile that holds some calls, at least one, and is best at the first."""
+        """Return the smallest profile that holds some calls, at least one, and is best at the first."""
         first, sizes = calls[0], {s: [call[s] for call in calls] for s in calls[0]}
         return cls({s: Range(min(found), first[s], max(found)) for s, found in sizes.items()})
 
 
 class ShapeMismatch(ValueError):
-    """The tensors of a call do not fit the network, in whatever size; the text says which and how.
+    """The tensors of a call do not fit the network, in any size; the text says which and how.
 
     Attributes:
-        other_kind: whether they are of another kind of network; else their batches contradict each other.
+        other_kind: whether they are for another kind of network; else their batches contradict each other.
     """
 
     def __init__(self, text: str, other_kind: bool = True):
@@ -182,7 +180,7 @@ def bind(specs: Iterable[TensorSpec], shapes: Mapping[str, Shape]) -> dict[str, 
     """Find the symbols of a call from its tensors' shapes, checking every dimension of every tensor.
 
     Args:
-        specs: the engine's inputs; among them each symbol is told by a size of its own (``H`` or ``H*8``).
+        specs: the engine's inputs; each symbol follows from a dimension of some input (``H`` or ``H*8``).
         shapes: input name -> shape; optional inputs may be absent.
 
     Raises:
@@ -222,7 +220,7 @@ def bind(specs: Iterable[TensorSpec], shapes: Mapping[str, Shape]) -> dict[str, 
 
 
 LEAST = 16
-"""The smallest width or height in pixels that anybody may ask for."""
+"""The smallest width or height in pixels that a user may ask for."""
 
 PRECISIONS = ("float16", "bfloat16", "float32")
 
@@ -233,10 +231,10 @@ VAE_SETTINGS = ("when_missing", "min_size", "opt_size", "max_size", "backend")
 """The settings of an engine node that a VAE follows; it always computes as ComfyUI does."""
 
 TOKEN_STEP = 77
-"""Nodes ask for a multiple of so many tokens."""
+"""The step of a node's number of tokens."""
 
 MOST = {"min_size": 8192, "opt_size": 8192, "max_size": 8192, "max_images": 64, "max_tokens": 64 * TOKEN_STEP}
-"""The largest numbers of each that anybody may ask for."""
+"""The largest numbers that a user may ask for."""
 
 
 @dataclass(frozen=True)
@@ -245,7 +243,7 @@ class Sizes:
 
     Attributes:
         family: its name as people know it.
-        min_size, opt_size, max_size: widths and heights in pixels, ``opt_size`` the one to be fastest at.
+        min_size, opt_size, max_size: widths and heights in pixels; engines are to be fastest at ``opt_size``.
         max_images: per batch of the latent; the engine takes twice as many, for the two prompts of CFG.
         max_tokens: the longest prompt.
     """
@@ -260,7 +258,7 @@ class Sizes:
 
 @dataclass(frozen=True)
 class RequestedSizes:
-    """Sizes as a user gives them, in pixels, images and tokens; 0 is what fits the model."""
+    """Sizes as a user gives them, in pixels, images and tokens; 0 stands for the family's number."""
 
     min_size: int = 0
     opt_size: int = 0
@@ -269,7 +267,7 @@ class RequestedSizes:
     max_tokens: int = 0
 
     def filled(self, fits: Sizes) -> RequestedSizes:
-        """Return these sizes with a family's in the place of zeros. A number that was given wins over the family's."""
+        """Return these sizes with the family's numbers in the place of zeros; a number that was given wins."""
         given = [size for size in (self.min_size, self.opt_size, self.max_size) if size]
         low = self.min_size or min(fits.min_size, *given, fits.max_size)
         high = self.max_size or max(fits.max_size, *given, low)
@@ -298,8 +296,8 @@ class Picture:
 
     Attributes:
         batches: of the calls that sample it, the usual one first.
-        images: in the latent; 0 where only a call tells of the picture.
-        length: frames, where it is a video.
+        images: in the latent; 0 where the picture was found in a call alone.
+        length: frames of a video.
     """
 
     width: int
@@ -310,7 +308,7 @@ class Picture:
 
     @classmethod
     def sampled(cls, width: int, height: int, images: int, cfg: float | None, length: int = 1) -> Picture:
-        """Return the picture of a sampler: with CFG a call has both prompts. None is a CFG that is not known."""
+        """Return the picture of a sampler: with CFG a call has both prompts. None is an unknown CFG."""
         batches = (2 * images, images) if cfg is None else (images,) if cfg == 1 else (2 * images,)
         return cls(width, height, batches, images, length)
 
@@ -320,7 +318,7 @@ class Symbol:
     """Words for a symbol: its name, its unit, and units per step, as pixels of a latent element.
 
     Attributes:
-        of_picture: whether a picture tells the size; that of a prompt it does not.
+        of_picture: whether the size follows from a picture, unlike a prompt's length.
     """
 
     word: str
@@ -329,7 +327,7 @@ class Symbol:
     of_picture: bool = True
 
     def text(self, size: int) -> str:
-        """A size in people's units: ``512 px``."""
+        """Return a size in people's units: ``512 px``."""
         return f"{size * self.step}{self.unit and ' '}{self.unit}"
 
 
@@ -338,9 +336,9 @@ class Examples:
     """Sizes of calls, each symbol -> size.
 
     Attributes:
-        traced: for tracing the network, inside the profile or not: small, since half precision is slow on a CPU.
+        traced: for tracing the network, small, since half precision is slow on a CPU; maybe outside of the profile.
         compared: a few small calls inside the profile, for comparing the graph with native on the CPU.
-        compiled: the calls to be fastest at.
+        compiled: calls to be fastest at.
         extremes: the least, best and largest calls, for comparing an engine on its device.
     """
 
@@ -351,7 +349,7 @@ class Examples:
 
 
 def words_for(profile: Profile, symbols: Mapping[str, Symbol]) -> str:
-    """A profile in words, symbol by symbol."""
+    """Return a profile in words, symbol by symbol."""
     parts = []
     for name, sizes in profile.ranges.items():
         symbol = symbols.get(name, Symbol(name))
@@ -375,11 +373,11 @@ SAMPLE_RANGES = {"unit": 1, "timestep": 999, "sigma": 1}
 """``TensorSpec.sample`` -> the end of an even distribution from 0 on; ``normal`` is the standard normal one."""
 
 SAMPLING_ENDS = {"timestep": (900, 50), "sigma": (0.95, 0.05)}
-"""``TensorSpec.sample`` of what tells where sampling is -> its values near the start and near the end of sampling."""
+"""``TensorSpec.sample`` of a timestep or sigma -> its values near the start and near the end of sampling."""
 
 
 def sample_inputs(specs: Sequence[TensorSpec], symbols: Mapping[str, int], seed: int) -> dict[str, torch.Tensor]:
-    """Random inputs as sampling has them, by name, on the CPU in the specs' dtypes: to trace, compare and compile."""
+    """Return random inputs as in sampling, by name, on the CPU in the specs' dtypes: to trace, compare and compile."""
     import torch
 
     generator = torch.Generator().manual_seed(seed)

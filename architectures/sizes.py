@@ -24,11 +24,11 @@ LATENT = 8
 PATCH = 2
 """Latent elements per token, along each side."""
 CHUNK = TOKEN_STEP
-"""Tokens of the shortest prompt by CLIP; longer ones have a multiple."""
+"""Tokens of the shortest prompt by CLIP; longer prompts have a multiple."""
 REFERENCES = 3
 """Reference images of the largest size that a file engine takes."""
 EACH = 4
-"""Frames of the video that a latent frame stands for; the first one stands for one."""
+"""Frames of the video for each latent frame behind the first, which stands for a single frame."""
 MOST_FRAMES = 33
 """Latent frames that a file engine takes."""
 CLIP = 257
@@ -48,13 +48,13 @@ class NetworkSizes:
     """The sizes of calls of any network, with the methods of ``Architecture`` that follow from them.
 
     Attributes:
-        sizes: what engines are built for when the user names no numbers.
-        named: the symbols; those with a unit have steps of ``pixels``.
+        sizes: of engines when the user names no numbers.
+        named: the symbols; a symbol with a unit has steps of ``pixels``.
         grid: the symbols of a picture's height and width.
         pixels: along each side, of a latent element or of a token.
         patch: latent elements per token, along each side.
         usual_batch: the batch of a call for one image.
-        usual_prompt: steps of a prompt's symbol where nothing tells its length.
+        usual_prompt: steps of the prompt's symbol where its length is not known.
         traced: see ``Examples``.
         compared: calls that a profile makes its own, see ``Examples``.
     """
@@ -77,7 +77,6 @@ class NetworkSizes:
 
     @property
     def symbols(self) -> Mapping[str, Symbol]:
-        """See ``Architecture``."""
         return {name: replace(symbol, step=self.pixels) if symbol.unit else symbol
                 for name, symbol in self.named.items()}  # fmt: skip
 
@@ -90,11 +89,10 @@ class NetworkSizes:
         return []
 
     def engine_inputs(self, module: torch.nn.Module, dtype: str) -> list[TensorSpec]:
-        """See ``Architecture``: without passes those of the network."""
+        """See ``Architecture``: without passes the inputs of the network."""
         return self.inputs(module, dtype)
 
     def profile(self, asked: RequestedSizes) -> Profile:
-        """See ``Architecture``."""
         asked.check()
         return Profile(self._ranges(asked.filled(self.sizes))).only(self.named)
 
@@ -117,12 +115,11 @@ class NetworkSizes:
         return math.ceil(max(1, side * self.patch // self.pixels) / self.patch)
 
     def examples(self, profile: Profile) -> Examples:
-        """See ``Architecture``."""
         return Examples(
             traced={symbol: size for symbol, size in self.traced.items() if symbol in profile.ranges},
-            compared=_unlike(map(profile.clamp, self.compared)),
+            compared=_distinct(map(profile.clamp, self.compared)),
             compiled=[profile.sizes("opt")],
-            extremes=_unlike(self._extreme(profile, profile.sizes(which)) for which in ("min", "opt", "max")),
+            extremes=_distinct(self._extreme(profile, profile.sizes(which)) for which in ("min", "opt", "max")),
         )
 
     def _extreme(self, profile: Profile, call: dict[str, int]) -> dict[str, int]:
@@ -130,12 +127,11 @@ class NetworkSizes:
         return call
 
     def calls(self, profile: Profile, picture: Picture) -> list[dict[str, int]]:
-        """See ``Architecture``."""
         known, usual = self._of_picture(picture), profile.sizes("opt")
         return [{s: {**known, "B": batch}.get(s, n) for s, n in usual.items()} for batch in self._batches(picture)]
 
     def _of_picture(self, picture: Picture) -> dict[str, int]:
-        """Return the sizes that follow from a picture, but for the batch."""
+        """Return the sizes that follow from a picture, without the batch."""
         return dict(zip(self.grid, map(self._steps, (picture.height, picture.width)), strict=True))
 
     def _batches(self, picture: Picture) -> Sequence[int]:
@@ -158,14 +154,14 @@ class NetworkSizes:
         return "1 image" if images == 1 else f"up to {images} images"
 
     def _sides(self, call: Mapping[str, int]) -> Sequence[int]:
-        """Return a picture's width and height in pixels; nothing where a call does not tell them."""
+        """Return a picture's width and height in pixels; nothing for a call without them."""
         return [self.pixels * call[symbol] for symbol in reversed(self.grid) if symbol in call]
 
     def _prompt_words(self, call: Mapping[str, int]) -> list[str]:
         return [f"{self.named['T'].step * call['T']} tokens"] if "T" in call else []
 
     def call_words(self, call: Mapping[str, int]) -> str:
-        """See ``Architecture``: ``832x1216, 154 tokens``; the batch where it is not that of one image."""
+        """See ``Architecture``: ``832x1216, 154 tokens``, and a batch other than the usual."""
         parts = self._picture_words(call)
         parts += [f"batch {call['B']}"] if call.get("B", self.usual_batch) != self.usual_batch else []
         return ", ".join([*parts, *self._prompt_words(call)])
@@ -214,14 +210,14 @@ class LatentSizes(NetworkSizes):
 
 
 ANY = LatentSizes(Sizes("", 64, 512, 1024))
-"""For networks of no known family."""
+"""The sizes of a network of no known family."""
 
 
 @dataclass(frozen=True)
 class ImageTokenSizes(NetworkSizes):
-    """Batch, tokens of pictures and of the prompt, where a picture and those that it refers to are one row of tokens.
+    """Batch, tokens of pictures and of the prompt; a picture and its references are a single row of tokens.
 
-    Only the number of tokens counts, whatever the shape of the picture. What a graph says of references is not read.
+    Only the number of tokens counts, whatever the shape of the picture. References in a graph are not read.
     """
 
     halved: ClassVar[Sequence[str]] = ("B", "N")
@@ -258,10 +254,10 @@ class ImageTokenSizes(NetworkSizes):
 class TokenSizes(NetworkSizes):
     """Batch, rows and columns of the picture's tokens, tokens of the prompt and of all reference images.
 
-    ComfyUI runs prompts of unlike lengths one after the other, so the batch is that of the latent as a rule.
+    ComfyUI runs prompts of different lengths in different calls, so a call mostly has the latent's batch.
 
     Attributes:
-        one_length: whether all prompts are of one length as a rule, so that a call has both of CFG.
+        one_length: whether prompts mostly have the same length, so that a call has both prompts of CFG.
     """
 
     one_length = False
@@ -282,11 +278,11 @@ class TokenSizes(NetworkSizes):
         return {**own, "B": batch, "L": Range(0, 0, REFERENCES * own["R"].max ** 2)}
 
     def _extreme(self, profile: Profile, call: dict[str, int]) -> dict[str, int]:
-        """See ``NetworkSizes``: with one reference image of the picture's size at most."""
+        """See ``NetworkSizes``: with a single reference image of the picture's size at most."""
         return {**call, "L": min(call["L"], call["R"] * call["C"])} if "L" in call else call
 
     def _batches(self, picture: Picture) -> Sequence[int]:
-        """See ``NetworkSizes``: prompts of two lengths are two calls, so each has the batch of the latent."""
+        """See ``NetworkSizes``: prompts of two lengths are two calls, each with the latent's batch."""
         return (picture.images,) if picture.images and not self.one_length else picture.batches
 
     def _several(self, batch: int) -> str:
@@ -302,8 +298,8 @@ class VideoSizes(TokenSizes):
     """Batch, latent frames, rows and columns of a frame's tokens, tokens of the prompt and of CLIP, control videos.
 
     Attributes:
-        usual_frames: latent frames of the videos that the family is used for.
-        most_frames: those that a file engine takes; a family of pictures has one.
+        usual_frames: latent frames of the family's usual videos.
+        most_frames: latent frames that a file engine takes; 1 for a family of pictures.
     """
 
     pixels: int
@@ -349,6 +345,6 @@ class VideoSizes(TokenSizes):
         return ", ".join(parts)
 
 
-def _unlike(cases: Iterable[Mapping[str, int]]) -> list[dict[str, int]]:
+def _distinct(cases: Iterable[Mapping[str, int]]) -> list[dict[str, int]]:
     """Return the cases without repeats."""
     return [dict(found) for found in dict.fromkeys(tuple(sizes.items()) for sizes in cases)]

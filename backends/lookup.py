@@ -9,12 +9,12 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from ..architectures import architectures, runs_per_step
+from ..architectures import architectures, runs_per_step, symbols_of
 from ..architectures.calls import RequestedCalls, UncoveredCall, serves_every_size
-from ..architectures.shapes import Picture, Profile
+from ..architectures.shapes import Picture, Profile, outside
 from ..engine_library import Engine, EngineQuery, Fallback, Library, Manifest, Reason, Unavailable, trust
 from ..engine_library.gpu import gpu_of, kind_of
-from . import AUTO, Backend, backends, cannot_open
+from . import AUTO, Backend, BuildSizes, backends, cannot_open
 
 if TYPE_CHECKING:
     import torch
@@ -61,6 +61,7 @@ class Found:
         live: the backend whose live weights take the calls that ``engines`` do not, or None.
         live_engines: its engines: compiled files for some sizes.
         passed_over: why no engine of the library is used; of several reasons the one closest to success.
+        refits: True if a backend that may serve has engines that take any weights.
     """
 
     backend: Backend | None
@@ -69,11 +70,42 @@ class Found:
     live: Backend | None = None
     live_engines: Sequence[Engine] = ()
     passed_over: Fallback | None = None
+    refits: bool = False
 
-    def engines_of(self, backend: Backend) -> list[Engine]:
-        """The engines in use that a backend built."""
-        every = (*self.engines, *self.live_engines)
-        return [engine for engine in every if engine.manifest.identity.backend == backend.name]
+    @property
+    def refused(self) -> list[Engine]:
+        """Return the engines in use that could not be opened."""
+        from ..sessions.session import refusal_of  # needs torch, which the command line may lack
+
+        return [engine for engine in self.engines if refusal_of(engine) is not None]
+
+    def to_build(
+        self, network: NativeNetwork, calls: RequestedCalls, rebuild: Sequence[Engine] = ()
+    ) -> list[BuildSizes]:
+        """List the sizes to build for a network; engines of other backends keep the calls that they serve.
+
+        Args:
+            rebuild: engines of the builder that are there and are built again.
+        """
+        if self.builder is None:
+            return []
+        own = [engine for engine in (*self.engines, *self.live_engines) if _is_of(engine, self.builder)]
+        parts = self.builder.to_build(network, calls, own, rebuild)
+        for engine in (engine for engine in self.engines if not _is_of(engine, self.builder)):
+            parts = [left for part in parts if (left := _beyond(part, engine, calls)) is not None]
+        return parts
+
+
+def _beyond(part: BuildSizes, engine: Engine, calls: RequestedCalls) -> BuildSizes | None:
+    """Return the part of some sizes that an engine of another backend does not serve, or None."""
+    identity = engine.manifest.identity
+    profile, symbols = identity.profile, symbols_of(identity.architecture)
+    if part.again:
+        return part
+    if not part.calls:
+        return None if profile.contains(calls.profile.only(profile.ranges)) else part
+    left = tuple(call for call in part.calls if outside(profile, call, symbols) is not None)
+    return BuildSizes(part.profile, left) if left else None
 
 
 def look_up(network: NativeNetwork, choice: EngineChoice, library: Library) -> Found:
@@ -118,7 +150,8 @@ def _look_up(
         if live is None or not runs_per_step(query.architecture):
             return Found(None, builder, passed_over=passed_over)
     own = backends()[engines[0].manifest.identity.backend] if engines else live
-    found = Found(own, builder, own.in_use([e for e in engines if _is_of(e, own)]), passed_over=passed_over)
+    in_use, refits = own.in_use([e for e in engines if _is_of(e, own)]), any(b.refits for b in usable)
+    found = Found(own, builder, in_use, passed_over=passed_over, refits=refits)
     if live in (None, own):
         return found
     return replace(found, live=live, live_engines=live.in_use([e for e in engines if _is_of(e, live)]))

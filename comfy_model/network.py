@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -184,6 +186,13 @@ class NativeNetwork:
                 raise Unavailable(fallback.reason, fallback.detail, advice=fallback.advice)
         return architecture
 
+    def arguments(self) -> Sequence[str]:
+        """Return the names of the positional arguments of its forward, in order."""
+        try:
+            return self.architecture().arguments
+        except Unavailable:  # no engine serves it, but its residuals are copied and its options read
+            return forward_arguments(type(self.module))
+
     def _check_patches(self) -> None:
         """Raise Unavailable where weights, or patches that ComfyUI knows of, rule engines out."""
         if (replaced := replaced_part(self.patcher, self.prefix)) is not None:
@@ -302,3 +311,10 @@ def _compute_dtype(model: ModelPatcher) -> torch.dtype:
 
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
+
+
+@functools.cache
+def forward_arguments(kind: type) -> tuple[str, ...]:
+    """Return the names of a forward's arguments from the signature of a class, which other packs may have changed."""
+    parameters = list(inspect.signature(kind.forward).parameters.values())[1:]
+    return tuple(p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD)

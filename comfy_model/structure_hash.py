@@ -18,6 +18,7 @@ import numpy
 import torch
 
 from .. import architectures
+from ..architectures import families
 from ..engine_library.manifest import LAYOUT_PREFIX
 from .attention import preference_class
 from .changed_layers import MACHINERY, answers_about, left_by_forward, methods
@@ -35,6 +36,9 @@ _ADDRESS = " at 0x"
 
 _ELSEWHERE = "-"
 """Text of a value that is written elsewhere, or belongs to no layout."""
+
+_EARLIER = {".token_layers.PlainNorm": ".rotary.PlainNorm"}
+"""Places of our classes that have moved -> those that stored keys name."""
 
 
 def structure_hash(module: torch.nn.Module, live: bool = False) -> str:
@@ -158,9 +162,12 @@ def _kind(kind: type) -> str:
 
 
 def _place(found: type | types.FunctionType) -> str:
-    """The module and name of a class or function; our own families by their place among themselves."""
+    """The module and name of a class or function; our own without the packages, which are not part of stored keys."""
     module = getattr(found, "__module__", None) or ""
-    return f"{module.removeprefix(architectures.__name__)}.{found.__qualname__}"
+    for package in (families.__name__, architectures.__name__):
+        module = module.removeprefix(package)
+    place = f"{module}.{found.__qualname__}"
+    return _EARLIER.get(place, place)
 
 
 def _is_of(found: type | types.FunctionType, module: str) -> bool:

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import torch
 
-from .. import architectures, backends
+from .. import backends
+from ..architectures import families
 from ..architectures.shapes import TensorSpec
 from ..backends import Backend, Progress
 from ..comfy_model.network import NativeNetwork
@@ -46,7 +47,7 @@ def network_task(network: NativeNetwork, architecture: str, precision: str, live
     """The part of a task by which a child finds a network, without its weights; see ``snapshot.write_structure``."""
     return {
         "architecture": architecture,
-        "architecture_folders": list(architectures.__path__),
+        "family_folders": list(families.__path__),
         "structure": write_structure(network, getattr(torch, precision), live),
         "comfyui": str(comfyui_folder()),
     }

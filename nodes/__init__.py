@@ -54,12 +54,16 @@ def nodes() -> list[type[io.ComfyNode]]:
     """Return all nodes; where this ComfyUI lacks what every engine needs, nodes of the same names that run native."""
     if works(Feature.ENGINES):
         try:
-            from .accelerate import TRTAccelerate
             from .apply_controlnet import TRTApplyControlNet
             from .compare import TRTCompare
-            from .engine_nodes import TRTControlNetEngine, TRTUNetEngine, TRTVAEEngine
+            from .engine_nodes import (
+                TRTAccelerate,
+                TRTControlNetEngine,
+                TRTSamplerPatch,
+                TRTUNetEngine,
+                TRTVAEEngine,
+            )
             from .report import TRTReport
-            from .sampler_patch import TRTSamplerPatch
             from .stream import TRTFrame, TRTStream
 
             return [

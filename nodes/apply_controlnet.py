@@ -48,7 +48,7 @@ class TRTApplyControlNet(io.ComfyNode):
 
 
 def _sorted(count: Any, given: dict[str, Any], arrived: dict[str, Any]) -> dict[str, Any]:
-    """The rows from the prompt's inputs, which ComfyUI leaves unsorted where it does not know their number's text.
+    """Return the rows from the prompt's inputs, which ComfyUI leaves unsorted if it does not know their number.
 
     Args:
         count: number of rows, as the prompt has it.
@@ -71,7 +71,7 @@ def _sorted(count: Any, given: dict[str, Any], arrived: dict[str, Any]) -> dict[
 
 
 def _stack(rows: dict[str, Any]) -> list[Row]:
-    """The rows that act, in order.
+    """Return the rows that act, in order.
 
     Raises:
         ValueError: a row is surely a mistake; the text is for the user.
@@ -94,7 +94,7 @@ def _stack(rows: dict[str, Any]) -> list[Row]:
 
 
 def _rgb(image: torch.Tensor, n: int) -> torch.Tensor:
-    """An IMAGE (B, H, W, C) as (B, 3, H, W): grey is repeated, alpha dropped.
+    """Return an IMAGE (B, H, W, C) as (B, 3, H, W): grey is repeated, alpha dropped.
 
     Raises:
         ValueError: not an image.

@@ -22,7 +22,7 @@ from ..page_api.build_orders import running_orders, running_pictures, warms
 from ..page_api.builds import builds, ended, node_states, to_do
 from ..sampling.call_stats import ever_uncovered
 from ..sampling.engine_handle import EngineHandle
-from ..sampling.engine_status import lacks_engine, refused_engines, to_build
+from ..sampling.engine_status import lacks_engine, to_build
 from ..sampling.run_context import executing
 
 NO_BUILDS = "This ComfyUI cannot build it, the command line can; the log says why."
@@ -45,42 +45,38 @@ def meaning(when_missing: str, network: NativeNetwork, backend: str) -> str:
     return IN_BACKGROUND if meanwhile else USE_NATIVE
 
 
-def build_if_missing(handle: EngineHandle, when_missing: str) -> None:
-    """Order a handle's missing builds, and wait for them with *build now*. A prompt for warming orders nothing."""
+def build(handle: EngineHandle, when_missing: str | None, again: bool = False) -> None:
+    """Order a handle's builds, and wait for them with *build now*. A prompt for warming orders nothing.
+
+    Args:
+        when_missing: None for a user who pressed the button: earlier failures do not matter, and engines that could
+            not be opened are built again.
+        again: build engines anew where none is missing; only for that user.
+    """
     global _left_out
     if not works(Feature.BUILDS):
         handle.note = NO_BUILDS
         return
-    if (context := executing()) is not None and warms(context.prompt_id):
-        _left_out += lacks_engine(handle)
+    orders = _orders(handle, again, pressed=when_missing is None)
+    if when_missing is not None and (context := executing()) is not None and warms(context.prompt_id):
+        _left_out += bool(orders)
         return
-    for order, _ in _orders(handle) if lacks_engine(handle) else ():
-        if when_missing != BUILD_NOW:
+    for order, anew in orders:
+        if when_missing is None:
+            _submit(order, handle, anew)
+        elif when_missing != BUILD_NOW:
             _build_in_background(order, handle)
         elif not _build_now(order, handle):
             break
 
 
-def build_as_requested(handle: EngineHandle, again: bool) -> None:
-    """Order a handle's engine for a user who pressed the button: earlier failures do not matter.
-
-    Args:
-        again: build it anew when it is there.
-    """
-    if not works(Feature.BUILDS):
-        handle.note = NO_BUILDS
-        return
-    for order, anew in _orders(handle, again):
-        _submit(order, handle, anew)
-
-
-def _orders(handle: EngineHandle, again: bool = True) -> list[tuple[BuildOrder, bool]]:
+def _orders(handle: EngineHandle, again: bool = True, pressed: bool = True) -> list[tuple[BuildOrder, bool]]:
     """Return the orders for what a node lacks, each with True where an engine that is there is built again.
 
     Engines that could not be opened are built again; all of them are where the node lacks nothing, and ``again``.
     """
-    found, lacks, refused = handle.found, lacks_engine(handle), refused_engines(handle)
-    if found is None or found.builder is None or not (again or lacks or refused):
+    found, lacks, refused = handle.found, lacks_engine(handle), handle.found.refused
+    if found.builder is None or not (lacks or pressed and (again or refused)):
         return []
     builder, rebuild = found.builder, refused or (() if lacks else found.engines)
     own = [engine for engine in rebuild if engine.manifest.identity.backend == builder.name]
@@ -125,7 +121,7 @@ def _is_lost(engine: Engine) -> bool:
 
 
 def _build_now(order: BuildOrder, handle: EngineHandle) -> bool:
-    """Wait for a build; return whether there is an engine now."""
+    """Wait for a build; return True if there is an engine now."""
     job = _submit(order, handle, waits=True)
     bar = comfy_utils.ProgressBar(100, node_id=handle.node_id)
     shown = 0
@@ -139,19 +135,17 @@ def _build_now(order: BuildOrder, handle: EngineHandle) -> bool:
                     bar.update_absolute(percent)
     finally:  # also when the user interrupts the prompt: other prompts may want the job
         builds.leave(job)
-    if job.state is State.CANCELLED:
-        handle.lacks_engine(Fallback(Reason.BUILD_FAILED, "the build was cancelled"))
-    elif job.state is State.FAILED:
-        _tell_failure(job, handle)
-    else:
+    if job.state is State.DONE:
         handle.refresh()
+    else:
+        _note_failure(job, handle)
     return job.state is State.DONE
 
 
 def _build_in_background(order: BuildOrder, handle: EngineHandle) -> None:
     last = builds.latest(order, handle.library)
     if last is not None and last.state is State.FAILED and not last.elsewhere:
-        _tell_failure(last, handle)  # it would fail again at every prompt; 'build now' tries anew
+        _note_failure(last, handle)  # it would fail again at every prompt; 'build now' tries anew
     elif last is not None and last.state is State.CANCELLED and not last.attended:
         handle.note = "Its build was cancelled; 'build first' starts it again."
     else:
@@ -165,12 +159,10 @@ def _submit(order: BuildOrder, handle: EngineHandle, again: bool = False, waits:
     return job
 
 
-def _tell_failure(job: Job, handle: EngineHandle) -> None:
-    if handle.session is not None and job.elsewhere:
-        handle.note = job.message
-    elif handle.session is not None:
-        handle.note = f"A larger one was not built: {job.message}"
-    elif job.fallback is not None:
-        handle.fallback = job.fallback
+def _note_failure(job: Job, handle: EngineHandle) -> None:
+    """Say on the node why a build gave no engine; an engine that serves goes on serving."""
+    message = "the build was cancelled." if job.state is State.CANCELLED else job.message
+    if handle.session is None:
+        handle.fallback = job.fallback or Fallback(Reason.BUILD_FAILED, message.rstrip("."))
     else:
-        handle.fallback = Fallback(Reason.BUILD_FAILED, job.message.rstrip("."))
+        handle.note = message if job.elsewhere else f"A larger one was not built: {message}"

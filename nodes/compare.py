@@ -28,7 +28,7 @@ class Comparison:
     """Difference between two batches of pictures; for several pictures it has the worst picture's figures.
 
     Attributes:
-        psnr: in dB; infinite where all values are the same, 0 where one is no number.
+        psnr: in dB; infinite where all values are the same, 0 where a value is no number.
         ssim: 1 for the same picture, 0 where a value is no number; or why it was not computed.
         largest: largest difference of two values, 0 to 1.
         broken: number of values in each batch that are NaN or infinite.
@@ -45,7 +45,7 @@ class Comparison:
 
     @property
     def tone(self) -> str:
-        """The colour of the result on the node."""
+        """Return the colour of the result on the node."""
         return "bad" if any(self.broken) else "good" if self.is_hardly_seen else "warn"
 
     @property
@@ -74,7 +74,7 @@ def compare(normal: torch.Tensor, other: torch.Tensor, amplify: int = 0) -> Comp
     """Compare two batches of pictures, (B, H, W, C) of 0 to 1 each.
 
     Args:
-        amplify: factor of the difference picture; 0 chooses one.
+        amplify: factor of the difference picture; 0 chooses it.
 
     Raises:
         ValueError: they have not the same size; the text is for the user.
@@ -86,7 +86,7 @@ def compare(normal: torch.Tensor, other: torch.Tensor, amplify: int = 0) -> Comp
         )
     normal, other = normal.detach().cpu().float(), other.detach().cpu().float()
     numbers = normal.isfinite() & other.isfinite()
-    broken = tuple(int((~one.isfinite()).sum()) for one in (normal, other))
+    broken = tuple(int((~pictures.isfinite()).sum()) for pictures in (normal, other))
     difference = (normal - other).abs().where(numbers, 1.0)
     largest = float(difference.max())
     shown = amplify or next((factor for factor in FACTORS if factor * largest <= 1), 1)

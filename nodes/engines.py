@@ -22,7 +22,6 @@ from ..page_api.node_input import NodeInput
 from ..page_api.picture_fit import auto
 from ..page_api.workflow_graph import DECODE, ENCODE
 from ..sampling.call_stats import executing
-from ..sampling.controlnet import native_controlnet
 from ..sampling.engine_handle import EngineHandle
 from ..sampling.engine_status import lacks_engine, status
 from . import building
@@ -45,7 +44,7 @@ VAE_ROLES = {DECODE: (Role.VAE_DECODER, "VAE decode"), ENCODE: (Role.VAE_ENCODER
 """Name of a VAE's network -> its role, and words for it."""
 
 
-def engine_choice(
+def _engine_choice(
     network: NativeNetwork, precision: str, backend: str, weights: str = BUILT_IN, **sizes: int
 ) -> EngineChoice:
     """Return the engine node's settings as a profile in latent elements, a precision, a backend and a kind of weights.
@@ -53,9 +52,6 @@ def engine_choice(
     Args:
         weights: ``"built in"`` or ``"replaceable"``.
         sizes: fields of ``RequestedSizes``; 0 is the default of the network's family.
-
-    Raises:
-        ValueError: sizes in the wrong order; the text is for the user.
     """
     try:
         family = network.architecture()
@@ -88,8 +84,13 @@ def for_its_pictures(
     return replace(node_input, sizes=sizes), {**settings, **sizes}
 
 
-def find(network: NativeNetwork, choice: EngineChoice, node_input: NodeInput) -> EngineHandle:
-    """Return the handle for a network's engine, and register it with the page."""
+def find(network: NativeNetwork, node_input: NodeInput, settings: Mapping[str, Any]) -> EngineHandle:
+    """Return the handle for a network's engine with a node's settings, and register it with the page.
+
+    Raises:
+        ValueError: sizes in the wrong order; the text is for the user.
+    """
+    choice = _engine_choice(network, **settings)
     key = node_input.key
     choice = replace(choice, pictures=node_input.pictures, loras=node_input.loras)
     handle = EngineHandle.look_up(network, choice, library(), node_input.node_id, key)
@@ -99,8 +100,8 @@ def find(network: NativeNetwork, choice: EngineChoice, node_input: NodeInput) ->
     return handle
 
 
-def build(handles: Sequence[EngineHandle], when_missing: str, order: Order | None) -> None:
-    """Order or do the builds that a node's handles need, where the user wants that.
+def build(handles: Sequence[EngineHandle], when_missing: str, order: Order | None) -> list[str]:
+    """Order or do the builds that a node's handles need, where the user wants that; return each handle's status.
 
     A press on Build rebuilds engines only if no engine is missing. The node reports a build that fails,
     and native serves.
@@ -108,23 +109,26 @@ def build(handles: Sequence[EngineHandle], when_missing: str, order: Order | Non
     again = order is not None and not order.missing_only
     if again and len(handles) > 1:
         again = not any(map(lacks_engine, handles))
+    texts = []
     for handle in handles:
-        if order is not None:
-            building.build_as_requested(handle, again)
-        elif (meaning := building.meaning(when_missing, handle.network, handle.choice.backend)) != USE_NATIVE:
-            building.build_if_missing(handle, meaning)
+        wanted = None
+        if order is None:
+            wanted = building.meaning(when_missing, handle.network, handle.choice.backend)
+        if wanted != USE_NATIVE:
+            building.build(handle, wanted, again)
         node_states.learn(handle.node_key, handle)
         _order_given(handle.node_key)
         building.remember(handle)
-        log.info("Hybrid TRT: %s: %s", handle.network.label, status(handle))
+        texts.append(status(handle))
+        log.info("Hybrid TRT: %s: %s", handle.network.label, texts[-1])
+    return texts
 
 
-def controlnet_network(control_net: ControlBase, node_input: NodeInput) -> NativeNetwork | Fallback:
-    """Return the network of a CONTROL_NET, or why it can have no engine, which the page gets too."""
-    label = node_input.label("ControlNet")
+def why_without_engine(control_net: ControlBase, node_input: NodeInput) -> Fallback | None:
+    """Return why a CONTROL_NET of a kind can have no engine, which the page gets too; None if it can."""
     if type(control_net) is ControlNet:
-        return NativeNetwork.of_controlnet(native_controlnet(control_net), label)
-    kinds = [kind.__name__ for kind in type(control_net).__mro__]
+        return None
+    kinds, label = [kind.__name__ for kind in type(control_net).__mro__], node_input.label("ControlNet")
     why = next((words for kind, words in WITHOUT_ENGINE.items() if kind in kinds), f"it is a {kinds[0]}")
     refusal = Fallback(Reason.UNSUPPORTED_MODEL, why, advice="nothing to do: it runs at normal speed")
     node_states.refused(node_input.key, label, refusal)
@@ -149,12 +153,12 @@ def find_vae(
         network = NativeNetwork.of_vae(vae, role, f"{words}: {node_input.label('VAE')}")
         if when_missing is not None and not handles:
             node_input, given = for_its_pictures(network, node_input, when_missing, given)
-        handles[role] = find(network, engine_choice(network, AUTO, **given), replace(node_input, input_name=name))
+        handles[role] = find(network, replace(node_input, input_name=name), {"precision": AUTO, **given})
     return handles
 
 
 def _order_given(key: str) -> None:
     """Note that the running prompt has ordered a network's build, or that there is nothing to build."""
     if (context := executing()) is not None:
-        for one in node_states.keys_like(key):
-            pending_orders.given(context.prompt_id, one)
+        for known in node_states.keys_like(key):
+            pending_orders.forget(context.prompt_id, known)

@@ -7,18 +7,17 @@ from collections.abc import Sequence
 from comfy_api.latest import io
 
 from ..node_names import FRAME, STREAM
-from ..streaming.settings import FOLLOW
-from .schemas import CATEGORY
+from ..streaming.frames import FOLLOW
+from .schemas import node_schema
 
 SAME_SEED, NEW_SEEDS = "the same", "a new one for each frame"
 
 
 def stream(samplers: Sequence[str], schedulers: Sequence[str]) -> io.Schema:
     """TRT Stream; with the names of ComfyUI's samplers and schedulers."""
-    return io.Schema(
+    return node_schema(
         node_id=STREAM,
         display_name="TRT Stream",
-        category=CATEGORY,
         description="Samples frame after frame without a pause: a batch of frames, for example of a video, or live "
         "ones. Each picture is the one that VAE Encode, KSampler and VAE Decode make of its frame alone.",
         search_aliases=["real time", "realtime", "live", "webcam", "video to video", "streamdiffusion", "frames"],
@@ -100,17 +99,15 @@ def stream(samplers: Sequence[str], schedulers: Sequence[str]) -> io.Schema:
             ),
         ],
         outputs=[io.Image.Output("pictures", display_name="pictures", tooltip="One for each frame.")],
-        hidden=[io.Hidden.unique_id, io.Hidden.dynprompt],
         enable_expand=True,
     )
 
 
 def frame() -> io.Schema:
     """TRT Frame."""
-    return io.Schema(
+    return node_schema(
         node_id=FRAME,
         display_name="TRT Frame",
-        category=CATEGORY,
         description="Stands for the frame of TRT Stream. Wire it through any nodes, for example of depth or pose, to "
         "the image of a ControlNet: they run again for each frame.",
         search_aliases=["live", "webcam", "preprocessor", "depth", "pose", "real time", "frames"],
@@ -122,4 +119,5 @@ def frame() -> io.Schema:
             ),
         ],
         outputs=[io.Image.Output("frame", display_name="frame", tooltip="To the nodes that make a control image.")],
+        hidden=[],
     )

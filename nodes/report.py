@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -18,9 +19,9 @@ from ..page_api.workflow_graph import drawn_id, drawn_upstream, nodes_of, upstre
 from ..sampling.call_stats import CallStats, prompt_stats, want_times
 from ..sampling.engine_handle import EngineHandle
 from ..sampling.engine_status import status
-from ..sampling.frame_times import FrameTimes, prompt_times
 from ..sampling.report import as_drawn, plot, report_text, verdict
 from ..sampling.run_context import executing
+from ..streaming.run import FrameTimes, prompt_times
 from . import schemas
 from .compare import in_one_line
 
@@ -46,7 +47,8 @@ class TRTReport(io.ComfyNode):
     def execute(cls, after: Any, time_calls: bool = True, comparison: str = "") -> io.NodeOutput:
         rows, copies = _rows_before(cls.hidden.dynprompt, cls.hidden.unique_id)
         streams = prompt_times(executing().prompt_id, set(upstream(cls.hidden.dynprompt, cls.hidden.unique_id)))
-        text = report_text(rows, streams) if rows or (engine := _engine(after)) is None else status(engine)
+        engine = None if rows else _engine(after)
+        text = report_text(rows, [times.sentence() for times in streams]) if engine is None else status(engine)
         if copies:
             text = f"{text}\nCounted over {copies} samplings that a loop or another node started."
         if comparison:
@@ -78,7 +80,7 @@ def _rows_before(prompt: DynamicPrompt, node_id: str) -> tuple[list[CallStats], 
 
 
 def report_json(rows: list[CallStats], streams: Sequence[FrameTimes] = ()) -> dict:
-    """The counts as data: the verdict, totals over the UNet's rows, a list of ControlNets and a list of streams."""
+    """Return the counts as data: the verdict, totals over the UNet's rows, all ControlNets and all streams."""
     unets = [row.to_json() for row in rows if row.kind == "unet"]
     summary = verdict(rows)
     return {
@@ -88,7 +90,7 @@ def report_json(rows: list[CallStats], streams: Sequence[FrameTimes] = ()) -> di
         "unet": {
             "engine": sum(row["engine"] for row in unets),
             "native": sum(row["native"] for row in unets),
-            "reasons": _sum_reasons(unets),
+            "reasons": dict(sum((Counter(row["reasons"]) for row in unets), Counter())),
         },
         "controlnets": [row.to_json() for row in rows if row.kind == "controlnet"],
         "rows": [row.to_json() for row in rows],
@@ -112,7 +114,7 @@ def _wants_plot(node_id: str) -> bool:
 
 
 def _running() -> dict[str, dict[str, dict]]:
-    """The prompts that are being executed, by id: node id -> node, without malformed ones."""
+    """Return the prompts that are being executed, by id: node id -> node, without malformed ones."""
     server = getattr(PromptServer, "instance", None)  # a process without a server has none
     if server is None or not works(Feature.QUEUE):
         return {}
@@ -124,15 +126,7 @@ want_times(_wants_times)
 
 
 def _engine(value: Any) -> EngineHandle | None:
-    """The engine from an engine node, when the report is right behind that node."""
+    """Return the engine from an engine node, if the report is right behind that node."""
     if isinstance(value, EngineHandle):
         return value
     return getattr(getattr(value, "control_model", None), "handle", None)
-
-
-def _sum_reasons(rows: list[dict]) -> dict[str, int]:
-    total: dict[str, int] = {}
-    for row in rows:
-        for reason, count in row["reasons"].items():
-            total[reason] = total.get(reason, 0) + count
-    return total

@@ -2,30 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from comfy_api.latest import io
 
+from .. import node_names
 from ..architectures.shapes import MOST, PRECISIONS, TOKEN_STEP, VAE_SETTINGS
 from ..backends import AUTO, backends
-from ..node_names import (
-    ACCELERATE,
-    APPLY_CONTROLNET,
-    BUILD_NOW,
-    COMPARE,
-    CONTROL_INPUTS,
-    CONTROLNET_ENGINE,
-    IN_BACKGROUND,
-    REPORT,
-    SAMPLER_PATCH,
-    UNET_ENGINE,
-    USE_NATIVE,
-    VAE_ENGINE,
-    WHEN_MISSING,
-)
 
 MAX_ROWS = 16
 UNetEngine = io.Custom("TRT_UNET_ENGINE")
 
-CATEGORY = "Hybrid TRT"
 SEARCHED_FOR = ["tensorrt", "speed", "speed up", "fast", "faster", "accelerate", "optimize", "compile", "engine"]
 """Search words of users who want a faster workflow: they find TRT Accelerate."""
 
@@ -33,13 +20,18 @@ BUILT_IN, REPLACEABLE = "built in", "replaceable"
 """Weights of an engine: a model's with its LoRAs, or the sampled model's."""
 
 
+def node_schema(**given: Any) -> io.Schema:
+    """Return a node's schema with our category; unless given, its hidden inputs are its id and the prompt."""
+    hidden = [io.Hidden.unique_id, io.Hidden.dynprompt]
+    return io.Schema(**{"category": "Hybrid TRT", "hidden": hidden, **given})
+
+
 def accelerate() -> io.Schema:
     """TRT Accelerate."""
     control = "Runs on an engine of its own and comes out of the output of the same name."
-    return io.Schema(
-        node_id=ACCELERATE,
+    return node_schema(
+        node_id=node_names.ACCELERATE,
         display_name="TRT Accelerate",
-        category=CATEGORY,
         description="Makes a workflow faster: the model and its ControlNets run on compiled engines, with the same "
         "picture. Wire it behind the model loader and its LoRAs, then press Build engines.",
         search_aliases=SEARCHED_FOR,
@@ -47,68 +39,60 @@ def accelerate() -> io.Schema:
             io.Model.Input("model", tooltip="Behind the loader and its LoRAs."),
             *_settings(),
             io.Vae.Input("vae", optional=True, tooltip="Decodes and encodes on engines of its own."),
-            *(io.ControlNet.Input(name, optional=True, tooltip=control) for name in CONTROL_INPUTS),
+            *(io.ControlNet.Input(name, optional=True, tooltip=control) for name in node_names.CONTROL_INPUTS),
         ],
         outputs=[
             io.Model.Output("model_out", display_name="model"),
             io.Vae.Output("vae_out", display_name="vae"),
-            *(io.ControlNet.Output(f"{name}_out", display_name=name) for name in CONTROL_INPUTS),
+            *(io.ControlNet.Output(f"{name}_out", display_name=name) for name in node_names.CONTROL_INPUTS),
         ],
-        hidden=[io.Hidden.unique_id, io.Hidden.dynprompt],
     )
 
 
 def unet_engine() -> io.Schema:
     """TRT UNet Engine."""
-    return io.Schema(
-        node_id=UNET_ENGINE,
+    return node_schema(
+        node_id=node_names.UNET_ENGINE,
         display_name="TRT UNet Engine",
-        category=CATEGORY,
         description="Finds the compiled engine for this model's UNet in models/trt_engines, or builds it. LoRAs "
         "before this node are built into the engine. Wire the engine into TRT Sampler Patch.",
         search_aliases=["tensorrt unet", "compile unet", "trt model"],
         inputs=[io.Model.Input("model"), *_settings()],
         outputs=[UNetEngine.Output("engine", display_name="engine")],
-        hidden=[io.Hidden.unique_id, io.Hidden.dynprompt],
     )
 
 
 def controlnet_engine() -> io.Schema:
     """TRT ControlNet Engine."""
-    return io.Schema(
-        node_id=CONTROLNET_ENGINE,
+    return node_schema(
+        node_id=node_names.CONTROLNET_ENGINE,
         display_name="TRT ControlNet Engine",
-        category=CATEGORY,
         description="Finds the compiled engine for this ControlNet in models/trt_engines, or builds it. The output "
         "works in TRT Apply ControlNet and in ComfyUI's own Apply ControlNet nodes.",
         search_aliases=["tensorrt controlnet", "compile controlnet", "trt control"],
         inputs=[io.ControlNet.Input("control_net"), *_settings()],
         outputs=[io.ControlNet.Output("control_net_out", display_name="control_net")],
-        hidden=[io.Hidden.unique_id, io.Hidden.dynprompt],
     )
 
 
 def vae_engine() -> io.Schema:
     """TRT VAE Engine."""
-    return io.Schema(
-        node_id=VAE_ENGINE,
+    return node_schema(
+        node_id=node_names.VAE_ENGINE,
         display_name="TRT VAE Engine",
-        category=CATEGORY,
         description="Decodes and encodes pictures on compiled engines. Wire it behind the loader of the VAE; the "
         "output works in all of ComfyUI's VAE nodes. Videos and sound are decoded at normal speed.",
         search_aliases=["tensorrt vae", "compile vae", "fast vae decode"],
-        inputs=[io.Vae.Input("vae"), *(one for one in _settings() if one.id in VAE_SETTINGS)],
+        inputs=[io.Vae.Input("vae"), *(setting for setting in _settings() if setting.id in VAE_SETTINGS)],
         outputs=[io.Vae.Output("vae_out", display_name="vae")],
-        hidden=[io.Hidden.unique_id, io.Hidden.dynprompt],
     )
 
 
 def sampler_patch() -> io.Schema:
     """TRT Sampler Patch."""
-    return io.Schema(
-        node_id=SAMPLER_PATCH,
+    return node_schema(
+        node_id=node_names.SAMPLER_PATCH,
         display_name="TRT Sampler Patch",
-        category=CATEGORY,
         description="Routes the UNet, ControlNet residuals included, into its engine. Every step that the engine "
         "cannot take runs at normal speed. Wire the model into any sampler.",
         search_aliases=["tensorrt sampler", "trt model patch"],
@@ -119,7 +103,6 @@ def sampler_patch() -> io.Schema:
             ),
         ],
         outputs=[io.Model.Output("model_out", display_name="model")],
-        hidden=[io.Hidden.unique_id, io.Hidden.dynprompt],
     )
 
 
@@ -129,10 +112,9 @@ def apply_controlnet() -> io.Schema:
         io.DynamicCombo.Option(str(count), [i for n in range(1, count + 1) for i in _row_inputs(n)])
         for count in range(1, MAX_ROWS + 1)
     ]
-    return io.Schema(
-        node_id=APPLY_CONTROLNET,
+    return node_schema(
+        node_id=node_names.APPLY_CONTROLNET,
         display_name="TRT Apply ControlNet",
-        category=CATEGORY,
         description="Applies several ControlNets at once, each with its own image, strength and range. Rows may be "
         "engine-backed (TRT ControlNet Engine) or plain. For more rows, chain a second node.",
         search_aliases=["controlnet stack", "multi controlnet", "tensorrt controlnet apply"],
@@ -142,7 +124,6 @@ def apply_controlnet() -> io.Schema:
             io.DynamicCombo.Input("rows", options=options, tooltip="How many ControlNets to stack."),
             io.Vae.Input("vae", optional=True, tooltip="Only for ControlNets that need one."),
         ],
-        hidden=[io.Hidden.unique_id, io.Hidden.dynprompt],
         outputs=[
             io.Conditioning.Output("positive_out", display_name="positive"),
             io.Conditioning.Output("negative_out", display_name="negative"),
@@ -153,10 +134,9 @@ def apply_controlnet() -> io.Schema:
 def report() -> io.Schema:
     """TRT Report."""
     anything = io.MatchType.Template("after")
-    return io.Schema(
-        node_id=REPORT,
+    return node_schema(
+        node_id=node_names.REPORT,
         display_name="TRT Report",
-        category=CATEGORY,
         description="Place it after the sampler: it passes its input on and says how many steps of each model were "
         "accelerated, how many ran at normal speed and why, and how long they took.",
         search_aliases=["engine statistics", "fallback reasons", "what ran where"],
@@ -191,17 +171,15 @@ def report() -> io.Schema:
                 tooltip="Each step of each model: accelerated or at normal speed, and how long.",
             ),
         ],
-        hidden=[io.Hidden.unique_id, io.Hidden.dynprompt],
         is_output_node=True,
     )
 
 
 def compare() -> io.Schema:
     """TRT Compare."""
-    return io.Schema(
-        node_id=COMPARE,
+    return node_schema(
+        node_id=node_names.COMPARE,
         display_name="TRT Compare",
-        category=CATEGORY,
         description="Shows how far an accelerated picture is from the normal one: PSNR, SSIM, the largest difference "
         "of a pixel, and the difference as a picture. Sample twice with the same seed, once without TRT nodes.",
         search_aliases=["psnr", "ssim", "image difference", "compare images", "with and without"],
@@ -230,12 +208,12 @@ def compare() -> io.Schema:
 
 
 def _settings() -> list[io.Input]:
-    """The inputs after the model, the same on both engine nodes."""
+    """Return the inputs after the model, the same on all engine nodes."""
     return [
         io.Combo.Input(
-            WHEN_MISSING,
+            node_names.WHEN_MISSING,
             display_name="If no engine yet",
-            options=[AUTO, USE_NATIVE, BUILD_NOW, IN_BACKGROUND],
+            options=[AUTO, node_names.USE_NATIVE, node_names.BUILD_NOW, node_names.IN_BACKGROUND],
             default=AUTO,
             tooltip="What to do when the library has no engine for this model: run at normal speed; build one "
             "first; or run at normal speed and build one meanwhile, which the next prompt uses. auto builds "
@@ -280,7 +258,7 @@ def _settings() -> list[io.Input]:
             default=AUTO,
             tooltip="Who builds and runs the engine; auto takes the one that was the fastest on this GPU, "
             "else torch on NVIDIA GPUs and onnxruntime on the CPU, with which it also builds."
-            + "".join(f" {name} is {one.notice}." for name, one in backends().items() if one.notice),
+            + "".join(f" {name} is {backend.notice}." for name, backend in backends().items() if backend.notice),
             advanced=True,
         ),
         io.Combo.Input(
@@ -302,8 +280,8 @@ def _size(name: str, title: str, tooltip: str) -> io.Input:
 
 
 def row_defaults(n: int) -> dict[str, float | None]:
-    """The inputs of a row of TRT Apply ControlNet, and their defaults."""
-    return {one.id: getattr(one, "default", None) for one in _row_inputs(n)}
+    """Return the inputs of a row of TRT Apply ControlNet, with their defaults."""
+    return {given.id: getattr(given, "default", None) for given in _row_inputs(n)}
 
 
 def _row_inputs(n: int) -> list[io.Input]:

@@ -13,13 +13,11 @@ from comfy.utils import ProgressBar
 from comfy_api.latest import io, ui
 from comfy_execution.graph_utils import GraphBuilder
 
-from ..sampling.frame_times import FrameTimes, record_times
 from ..sampling.run_context import executing
-from ..streaming.batch import BatchSource
 from ..streaming.frame_nodes import FrameNodes, Link, values_needed
+from ..streaming.frames import AS_CONNECTED, BatchSource, Settings
 from ..streaming.live import open_session
-from ..streaming.run import run_stream
-from ..streaming.settings import AS_CONNECTED, Settings
+from ..streaming.run import FrameTimes, record_times, run_stream
 from ..streaming.stream import Stream
 from . import frame_schemas
 

@@ -105,7 +105,7 @@ class PendingOrders:
         with self._lock:
             return {item.prompt_id: sorted(keys) for item in self._in_queue() if (keys := self._keys_of(item))}
 
-    def given(self, prompt_id: str, key: str) -> None:
+    def forget(self, prompt_id: str, key: str) -> None:
         """Note that a running prompt has ordered a node's build, or that it can have none. Reads no other prompt."""
         with self._lock:
             for item in self._in_queue():

@@ -10,7 +10,7 @@ from comfy_execution.graph_utils import is_link
 
 from ..architectures.shapes import Picture
 from ..node_names import STREAM
-from ..streaming.settings import STEPS_AS_BATCH
+from ..streaming.frames import STEPS_AS_BATCH
 from .workflow_graph import DECODE, ENCODE, MAX_DEPTH, class_of, inputs_of, vae_readers
 
 MAX_PICTURES, MAX_NUMBER, MAX_CFG = 16, 100_000, 1e6

@@ -22,7 +22,7 @@ from ..comfy_model.comfyui_internals import Feature, switched_off
 from ..engine_builder.jobs import Job
 from ..node_names import BUILD_NOW, ENGINE_NODES, REPORT, USE_NATIVE, WHEN_MISSING
 from ..sampling.call_stats import prompt_stats
-from ..saved_workflows.api_format import is_prompt
+from ..saved_workflows.to_prompt import is_prompt
 from .build_orders import WARM, queued
 from .build_routes import states
 from .builds import builds

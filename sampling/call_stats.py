@@ -72,7 +72,7 @@ class CallTimes:
 
     @classmethod
     def together(cls, parts: Iterable[CallTimes]) -> CallTimes:
-        """Return the times of several networks, one after another."""
+        """Return the times of several networks in turn."""
         all_times = cls(torch.device("cpu"))
         all_times._spans = [span for part in parts for span in part._spans]
         return all_times
@@ -221,7 +221,7 @@ class CallStats:
         return {call: count for call, count in list(self.uncovered.items()) if call.ran != "native"}
 
     def count_native(self, fallback: Fallback, uncovered: UncoveredCall | None = None) -> None:
-        """Count a native call; the first one with its reason is logged.
+        """Count a native call; the first with its reason is logged.
 
         Args:
             uncovered: the call, where an engine of its own size would serve it.
@@ -242,17 +242,17 @@ class CallStats:
             self.reasons[reason] = self.reasons.get(reason, 0) + 1
 
     def count_apart(self) -> None:
-        """Count a call that did not join its stack although the graph lets it; the server's first one is logged."""
+        """Count a call that did not join its stack although the graph lets it; the server's first is logged."""
         self.apart += 1
         log_once(APART, self.name)
 
     def count_opening(self) -> None:
-        """Count a call that has to open its engine again; the server's first one is logged."""
+        """Count a call that has to open its engine again; the server's first is logged."""
         self.reopened += 1
         log_once(OPENED, self.name)
 
     def count_plain(self, why: str) -> None:
-        """Count a call whose capture as a CUDA graph failed; the server's first one is logged."""
+        """Count a call whose capture as a CUDA graph failed; the server's first is logged."""
         if not self.plain:
             self.why_plain = why
             log_once(PLAIN, self.name, why)

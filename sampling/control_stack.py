@@ -25,8 +25,8 @@ from ..architectures.calls import AsyncInputs, Binding, Control, EngineCall
 from ..comfy_model.whose_code import computes_as_comfyui, has_foreign_methods, is_foreign, is_stock
 from ..sessions.cuda_capture import wait_for
 from ..sessions.session import Session
-from .controlnet import EngineControlModel
-from .hint_cache import has_hint, hint_for, keep_hints, lacks_hint, make_hints
+from .controlnet import EngineControlModel, chain_of
+from .hint_cache import dtype_of, has_hint, hint_for, keep_hints, lacks_hint, make_hints
 from .run_context import lent_context
 
 if TYPE_CHECKING:
@@ -108,7 +108,7 @@ def run_stacks_at_once(
 ) -> Any:
     """Run stacks of engine-backed ControlNets as one; a CALC_COND_BATCH wrapper.
 
-    The stacks enter the conditionings behind all wrappers, also behind wrappers that come after this one.
+    The stacks enter the conditionings behind all wrappers, also behind wrappers that come after this.
 
     Args:
         backbone: its engine starts beside the ControlNets if it can; see ``LateControl``.
@@ -121,30 +121,24 @@ def run_stacks_at_once(
 
 
 def _with_stacks(
-    function: Callable[..., Any],
-    backbone: EngineHandle | None,
-    model: Any,
-    conds: list[list[dict] | None],
-    x_in: torch.Tensor,
-    timestep: torch.Tensor,
-    model_options: dict,
+    function: Callable[..., Any], backbone: EngineHandle | None, model: Any, conds: list[list[dict] | None], *rest: Any
 ) -> Any:
     """Call the function that computes the conditionings of a step, with stacks if it is ComfyUI's own."""
     if not is_stock(function):
-        return function(model, conds, x_in, timestep, model_options)
+        return function(model, conds, *rest)
     stacks: dict[int, ControlStack] = {}
     late: list[LateControl] | None = [] if _takes_late(backbone) else None
 
     def replaced(cond: dict) -> dict:
         control = cond.get("control")
-        if not isinstance(control, ControlBase) or not any(map(has_engine, _chain(control))):
+        if not isinstance(control, ControlBase) or not any(map(has_engine, chain_of(control))):
             return cond
         # one object per control: ComfyUI batches conditionings only when their controls are the same
         return {**cond, "control": stacks.setdefault(id(control), ControlStack(control, late))}
 
     conds = [None if group is None else [replaced(cond) for cond in group] for group in conds]
     try:
-        return function(model, conds, x_in, timestep, model_options)
+        return function(model, conds, *rest)
     finally:
         for control in late or ():
             control.end()
@@ -168,7 +162,7 @@ class ControlStack:
         self, x_noisy: torch.Tensor, t: torch.Tensor, cond: Mapping, batched_number: int, transformer_options: dict
     ) -> Control | None:
         """Return the chain's residuals, as ComfyUI's ``get_control`` of its last ControlNet does."""
-        chain = list(_chain(self._control))
+        chain = chain_of(self._control)
         lacking = [control for control in chain if lacks_hint(control, x_noisy)]
         if lacking and any(map(has_foreign_methods, chain)):  # that code may want another hint
             lacking = []
@@ -180,13 +174,6 @@ class ControlStack:
             return result
         active = _active(chain, t)
         return _run(active, x_noisy, t, cond, self._late, batched_number) if active else None
-
-
-def _chain(control: ControlBase | None) -> Iterator[ControlBase]:
-    """Iterate over the ControlNets of a chain, the first to act first."""
-    if control is not None:
-        yield from _chain(control.previous_controlnet)
-        yield control
 
 
 def has_engine(control: ControlBase) -> bool:
@@ -242,7 +229,7 @@ def _run(
     shared: dict[tuple, tuple[torch.Tensor, ...]] = {}
     calls = []
     for control in chain:
-        dtype = control.manual_cast_dtype or control.control_model.dtype
+        dtype = dtype_of(control)
         sampling = control.model_sampling_current
         key = (id(sampling), dtype)
         if key not in shared:
@@ -271,23 +258,23 @@ def _run(
                 if stream is not None:
                     joins.append((stream.record_event(), stream, _flat(result)))
     except BaseException:  # a capture has to join all streams before it ends, or CUDA breaks it off
-        for event, stream, tensors in joins:
-            wait_for(event, stream, tensors)
+        _wait_for_all(joins)
         raise
     if late is None or start is None:
-        return _joined(chain, results, joins)
+        _wait_for_all(joins)
+        return _merged(chain, results)
     with torch.cuda.stream(sessions[-1].stream):
-        merged = _joined(chain, results, joins[:-1])
+        _wait_for_all(joins[:-1])
+        merged = _merged(chain, results)
         late.append(LateControl(merged, sessions[-1].stream, reads=(x_noisy, t, calls)))
     chain[-1].control_model.handle.stats.late += 1
     return late[-1]
 
 
-def _joined(chain: list[ControlNet], results: list[Control], joins: Sequence[tuple]) -> Control:
-    """Merge on the current stream, after the given (event, stream, tensors) of the other streams."""
+def _wait_for_all(joins: Sequence[tuple]) -> None:
+    """Make the current stream wait for other streams, each an (event, stream, tensors)."""
     for event, stream, tensors in joins:
         wait_for(event, stream, tensors)
-    return _merged(chain, results)
 
 
 def _takes_late(backbone: EngineHandle | None) -> bool:
@@ -311,7 +298,7 @@ def _start(sessions: list[Session], x_noisy: torch.Tensor, at_least: int = 2) ->
 def _own_stream(session: Session, start: torch.cuda.Event | None) -> Iterator[torch.cuda.Stream | None]:
     """Use the session's stream from ``start`` on; without a start, stay on the current stream.
 
-    Inputs need no further care: the current stream goes on after the end of this one.
+    Inputs need no further care: the current stream goes on after the session's stream has ended.
     """
     stream = session.stream
     if start is None or stream is None:
@@ -359,12 +346,12 @@ def _scale(tensors: list[torch.Tensor], strength: float | torch.Tensor) -> None:
 
 def _with(result: Control, tensors: list[torch.Tensor]) -> Control:
     """Return the residuals with other tensors, given in the order of ``_flat``."""
-    instead = {id(tensor): other for tensor, other in zip(_flat(result), tensors, strict=True)}
-    return {kind: [instead[id(tensor)] for tensor in places] for kind, places in result.items()}
+    replaced = {id(tensor): other for tensor, other in zip(_flat(result), tensors, strict=True)}
+    return {kind: [replaced[id(tensor)] for tensor in places] for kind, places in result.items()}
 
 
 def _flat(result: Control) -> list[torch.Tensor]:
-    """Return the residuals of a ControlNet, each once: one tensor may be in several places."""
+    """Return the residuals of a ControlNet, each once: a tensor may be in several places."""
     return list({id(tensor): tensor for places in result.values() for tensor in places}.values())
 
 

@@ -1,7 +1,7 @@
 """An engine-backed CONTROL_NET: ComfyUI's own ControlNet object with an engine where its network was.
 
 The object stays exactly ``comfy.controlnet.ControlNet``, so copying, chaining, strengths, ranges, masks and other packs
-that convert ControlNets treat it as any other.
+that convert ControlNets treat it as any other. Kinds that no engine serves run unchanged, and their calls are counted.
 """
 
 from __future__ import annotations
@@ -12,26 +12,30 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from comfy import model_management
-from comfy.controlnet import ControlNet
+from comfy.controlnet import ControlLora, ControlNet
 
+from ..architectures import Role
 from ..architectures.calls import Control
 from ..comfy_model.network import NativeNetwork
 from ..comfy_model.weight_patches import last_loaded, lies_on_its_model
+from . import InPlaceOfNative
+from .call_stats import open_stats, timed
 from .engine_handle import EngineHandle
 from .engine_patcher import ControlPatcher
 from .hint_cache import KeptHints
 from .nan_guard import checked_for_nan
-from .native_network import arguments_of, by_name, run_native
+from .native_network import by_name, run_native
 from .run_context import in_run
 
 if TYPE_CHECKING:
+    from comfy.controlnet import ControlBase
     from comfy.model_patcher import ModelPatcher
 
     from ..engine_library import Fallback
 
 
 def native_controlnet(controlnet: ControlNet) -> ControlNet:
-    """Return the native CONTROL_NET behind an engine-backed one, or the given one."""
+    """Return the native CONTROL_NET behind an engine-backed CONTROL_NET, or the given object."""
     if isinstance(getattr(controlnet, "control_model", None), EngineControlModel):
         native = controlnet.copy()
         native.control_model = controlnet.control_model.native
@@ -50,7 +54,16 @@ def back_with_engine(controlnet: ControlNet, handle: EngineHandle) -> ControlNet
     return backed
 
 
-class EngineControlModel:
+def chain_of(control: ControlBase | None) -> list[ControlBase]:
+    """Return a CONTROL_NET and all that act before it, the first to act first."""
+    chain = []
+    while control is not None:
+        chain.append(control)
+        control = control.previous_controlnet
+    return chain[::-1]
+
+
+class EngineControlModel(InPlaceOfNative):
     """Takes the place of ``ControlNet.control_model``: same call, same result, computed by an engine or by native.
 
     Attributes:
@@ -60,14 +73,14 @@ class EngineControlModel:
     """
 
     def __init__(self, handle: EngineHandle, controlnet: ControlNet):
-        self.native: torch.nn.Module = controlnet.control_model
+        self.native = controlnet.control_model
         self.native_patcher: ModelPatcher = controlnet.control_model_wrapped
         self.handle = handle
         self.patcher = ControlPatcher(handle.patcher, self.native_patcher)
         self.hints = KeptHints()
         self.on_gpus: dict[torch.device, EngineControlModel] = {}
         self.run: Context | None = None
-        self._arguments = arguments_of(handle.network)
+        self._arguments = handle.network.arguments()
 
     @property
     def network(self) -> NativeNetwork:
@@ -110,14 +123,8 @@ class EngineControlModel:
         """
         if last_loaded(patcher.model) is not patcher or not lies_on_its_model(patcher):
             in_use = model_management.loaded_models(only_currently_used=True)
-            others = [model for model in in_use if not patcher.is_clone(model)]
-            model_management.load_models_gpu([*others, patcher])
-
-    def __getattr__(self, name: str) -> Any:
-        """Return other attributes of the native module."""
-        if name == "native":  # while a copy is being made
-            raise AttributeError(name)
-        return getattr(self.native, name)
+            beside = [model for model in in_use if not patcher.is_clone(model)]
+            model_management.load_models_gpu([*beside, patcher])
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.nn.Module | EngineControlModel:
         if memo:  # part of a larger copy: other packs copy whole conditionings, whose ControlNets share the engine
@@ -126,3 +133,32 @@ class EngineControlModel:
             return copied
         # ComfyUI copies a network by itself to run it on a second GPU; an engine is on one device, so native goes there
         return copy.deepcopy(self.native)
+
+
+def count_control_as_native(control: ControlBase, label: str, node_id: str, fallback: Fallback) -> ControlBase:
+    """Return a copy of a CONTROL_NET whose calls are counted as native for a reason.
+
+    Controls of other packs are returned as given, since their networks may be of any kind. So are T2I-adapters, which
+    compute once per picture, and Control-LoRAs, which have no network yet.
+    """
+    ours = type(control).__module__ == ControlNet.__module__
+    if not ours or not isinstance(control, ControlNet) or isinstance(control, ControlLora):
+        return control
+    counted = control.copy()
+    counted.control_model = CountedNetwork(control.control_model, label, node_id, fallback)
+    return counted
+
+
+class CountedNetwork(InPlaceOfNative):
+    """Takes the place of ``ControlNet.control_model``: native's network, whose calls are counted."""
+
+    def __init__(self, native: Any, *counted_as: Any):
+        self.native = native.native if isinstance(native, CountedNetwork) else native
+        self._counted_as = counted_as
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        label, node_id, fallback = self._counted_as
+        stats = open_stats(Role.CONTROLNET.value, label, node_id, device=kwargs["x"].device)
+        stats.count_native(fallback)
+        with timed(stats.times):
+            return self.native(*args, **kwargs)

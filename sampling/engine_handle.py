@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Iterator
+from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ..architectures import Role
@@ -14,15 +17,14 @@ from ..comfy_model.attention import remark
 from ..comfy_model.network import NativeNetwork, replaced_part
 from ..comfy_model.weight_formats import remark_on_rounding
 from ..comfy_model.weight_patches import WeightPatches, why_reshaped
-from ..engine_library import Fallback, Library, Reason, Unavailable
-from ..sessions.session import Session
+from ..engine_library import Fallback, Library, Reason, Unavailable, inventory, trust
+from ..sessions.session import Active, Session
 from . import NotCopied
 from .call_stats import CallStats, open_stats, range_of, timed
 from .engine_patcher import ControlEnginePatcher, EnginePatcher, keep, keep_with_module
 from .nan_guard import why_again
 from .native_network import NetworkWatch
 from .run_context import executing
-from .served_calls import ServedCall, served_by_engine, served_by_native
 
 if TYPE_CHECKING:
     from comfy.model_patcher import ModelPatcher
@@ -43,10 +45,10 @@ class EngineHandle(NotCopied):
     Attributes:
         patcher: by which ComfyUI's memory management sees the engine.
         bind: turns arguments into an engine's call; set together with a session.
-        found: the last look-up's result; None where the network can have no engine.
+        found: the last look-up's result; without a backend and a builder where the network can have no engine.
         fallback: why native serves, or None.
         note: another sentence for the node, for example that a build is under way.
-        encodes_prompts: whether a part of the network runs once per prompt; for backbones.
+        encodes_prompts: True if a part of the network runs once per prompt; for backbones.
     """
 
     def __init__(
@@ -61,34 +63,40 @@ class EngineHandle(NotCopied):
         self.patcher = kind.on(network.device, self)
         self.bind: Binding | None = None
         self.encodes_prompts = False
-        self.found: Found | None = None
+        self.found = Found(None)
         self.fallback: Fallback | None = None
         self.note = ""
         self.stats: CallStats | None = None
         self._served: CallStats | None = None  # stats of the last run that its engine served
         self._context = self._looked_up_in = self  # no execution context: the first call begins a run
         self._beginning = threading.Lock()
-        self._watch = NetworkWatch(network)
         self._range = range_of(network)
+        self._watch = NetworkWatch(network)
         self._weight_patches = WeightPatches(network.patcher)
 
     @staticmethod
     def look_up(
-        network: NativeNetwork, choice: EngineChoice, library: Library, node_id: str, node_key: str = ""
-    ) -> EngineHandle:
-        """Return a handle whose engine has been looked up."""
+        network: NativeNetwork, choice: EngineChoice, library: Library, node_id: str, node_key: str = "",
+        known: Fallback | None = None,
+    ) -> EngineHandle:  # fmt: skip
+        """Return a handle whose engine has been looked up.
+
+        Args:
+            known: why the node had no engine before; see ``refresh``.
+        """
         handle = EngineHandle(network, choice, library, node_id, node_key)
+        handle.fallback = known
         network.undo_foreign_patches()
         handle.refresh()
         return handle
 
     def like(self, network: NativeNetwork) -> EngineHandle:
-        """Return a handle of the same node for another network of this kind."""
-        return EngineHandle.look_up(network, self.choice, self.library, self.node_id, self.node_key)
+        """Return a handle of the same node for another network of this kind; the result of its build stays known."""
+        return EngineHandle.look_up(network, self.choice, self.library, self.node_id, self.node_key, self.fallback)
 
     @property
     def session(self) -> Session | None:
-        """The open engine, or None when there is none."""
+        """Return the open engine, or None when there is none."""
         return self.patcher.model.session
 
     @property
@@ -97,21 +105,28 @@ class EngineHandle(NotCopied):
         return self.session is not None and self.session.follows_patches
 
     def refresh(self) -> None:
-        """Look the engine up in the library: afterwards either ``session`` or ``fallback`` is set."""
-        try:
-            self.patcher.model.session, self.fallback = self._look_up(), None
-        except Exception as error:  # an unknown model may raise anything; native can sample it
-            self.lacks_engine(_why_none(error, self.network.label))
+        """Look the engine up in the library: afterwards either ``session`` or ``fallback`` is set.
 
-    def lacks_engine(self, fallback: Fallback) -> None:
-        """Leave all calls to native. The result of its build is a better reason than a missing engine."""
-        known = self.fallback is not None and self.fallback.reason in (Reason.BUILD_FAILED, Reason.BUILT_ELSEWHERE)
-        if not known or fallback.reason is not Reason.NO_ENGINE:
+        The result of the node's build is a better reason than a missing engine.
+        """
+        session = None
+        try:
+            session, fallback = self._look_up(), None
+        except Unavailable as unavailable:
+            fallback = unavailable.fallback
+        except OSError as error:
+            fallback = Fallback(Reason.NO_ENGINE, f"the library cannot be read ({error})")
+        except Exception as error:  # an unknown model may raise anything; native can sample it
+            log.exception("Hybrid TRT: no engine could be looked up for %s", self.network.label)
+            failure = f"looking the engine up failed ({type(error).__name__}: {error})"
+            fallback = Fallback(Reason.ENGINE_FAILED, failure)
+        self.patcher.model.session = session
+        built = self.fallback is not None and self.fallback.reason in (Reason.BUILD_FAILED, Reason.BUILT_ELSEWHERE)
+        if not built or fallback is None or fallback.reason is not Reason.NO_ENGINE:
             self.fallback = fallback
-        self.patcher.model.session = None
 
     def _look_up(self) -> Session:
-        network, self.found = self.network, None
+        network, self.found = self.network, Found(None)
         if network.role is Role.BACKBONE:  # a VAE's clone may be loaded just to be called now
             network.undo_foreign_patches()
         try:
@@ -249,21 +264,80 @@ class EngineHandle(NotCopied):
                     self.give_up(fallback)
             else:
                 self._served = stats
-                served_by_engine(ServedCall(self, stats, session, session.active, patcher, bound.late is not None))
+                _note(ServedCall(self, stats, session, session.active, patcher, bound.late is not None))
                 return True, result
-        served_by_native()
+        _note(None)
         stats.count_native(fallback, self.choice.asked_for(fallback.uncovered, self.network))
         return False, None
 
 
-def _why_none(error: Exception, label: str) -> Fallback:
-    """The reason why native serves, from the error of a look-up."""
-    if isinstance(error, Unavailable):
-        return error.fallback
-    if isinstance(error, OSError):
-        return Fallback(Reason.NO_ENGINE, f"the library cannot be read ({error})")
-    log.error("Hybrid TRT: no engine could be looked up for %s", label, exc_info=error)
-    return Fallback(Reason.ENGINE_FAILED, f"looking the engine up failed ({type(error).__name__}: {error})")
+@dataclass(frozen=True)
+class ServedCall:
+    """A call that an engine served.
+
+    Attributes:
+        session: the handle's session; ``served`` is the part of it that served.
+        patcher: the patcher that ComfyUI sampled with, or None for the network's own.
+        beside: True if it started beside ControlNets and waited for them on the way.
+    """
+
+    handle: EngineHandle
+    stats: CallStats
+    session: Session
+    served: Active
+    patcher: ModelPatcher | None
+    beside: bool
+
+    def count(self) -> None:
+        """Count the call; also each time that a larger graph repeats it."""
+        stats, served = self.stats, self.served
+        uncovered = None if self.handle.network.keeps_tokens else served.uncovered  # nothing is compiled for such calls
+        stats.count_engine(served.backend_name, uncovered, self.beside)
+        if (why := served.plain) is not None:
+            stats.count_plain(why)
+        if stats.engine_name != served.name:  # the first call of a run
+            inventory.mark_used(served.serving)
+            stats.proof = trust.call_times(served.serving)
+        stats.engine_name = served.name
+
+    def state(self) -> Hashable | None:
+        """Return a key of the engine's state; None if it would not serve the call again, or if calls are timed."""
+        handle = self.handle
+        stats = handle.begin_run(self.patcher)
+        if stats is not self.stats or stats.times is not None or handle.session is not self.session:
+            return None
+        if handle.why_native_now() is not None:
+            return None
+        try:
+            self.session.sync_from(handle.network, self.patcher or handle.network.patcher)
+            return self.served.state()
+        except Unavailable:
+            return None
+
+
+Calls = list[ServedCall | None]
+
+_listed: ContextVar[Calls | None] = ContextVar("hybrid_trt_listed_calls", default=None)
+
+
+@contextlib.contextmanager
+def calls_listed() -> Iterator[Calls]:
+    """List the calls inside in order, None for native calls; the caller has to count the engines' calls."""
+    calls: Calls = []
+    token = _listed.set(calls)
+    try:
+        yield calls
+    finally:
+        _listed.reset(token)
+
+
+def _note(call: ServedCall | None) -> None:
+    """List a call where calls are listed, None for native's; otherwise count an engine's call."""
+    listed = _listed.get()
+    if listed is not None:
+        listed.append(call)
+    elif call is not None:
+        call.count()
 
 
 def _as_fallback(error: Unavailable | Unsupported) -> Fallback:

@@ -102,7 +102,7 @@ class EnginePatcher(NotCopied, ModelPatcher):
         return cloned
 
     def current_loaded_device(self) -> torch.device:
-        """Return the device of an open engine, also one that another node opened: ComfyUI frees nothing for it."""
+        """Return the device of an open engine, also if another node opened it: ComfyUI then frees nothing for it."""
         return self.load_device if self.loaded_size() else super().current_loaded_device()
 
     def model_patches_models(self) -> list[ModelPatcher]:
@@ -111,9 +111,9 @@ class EnginePatcher(NotCopied, ModelPatcher):
         return [] if owner is None else owner.models_beside(self.native)
 
     def deepclone_multigpu(self, new_load_device: torch.device | None = None, **_: Any) -> EnginePatcher:
-        """Return a patcher without an engine for another GPU; ``several_gpus`` puts one with an engine in its place."""
+        """Return a patcher without an engine for another GPU; ``several_gpus`` replaces it."""
         clone = EnginePatcher.on(new_load_device or self.load_device)
-        clone.clone_base_uuid = self.clone_base_uuid  # so ComfyUI does not clone this one again
+        clone.clone_base_uuid = self.clone_base_uuid  # so ComfyUI does not clone the clone again
         return clone
 
     def model_size(self) -> int:
@@ -199,7 +199,7 @@ class ControlPatcher(ControlEnginePatcher):
 
     Attributes:
         native: ComfyUI loads it where the engine is not valid for its patches.
-        last: of all patchers that share the weights, the one loaded last: its patches act, as in native. Deep copies
+        last: the latest loaded of all patchers that share the weights: its patches act, as in native. Deep copies
             have their own, as native deep copies have weights of their own.
     """
 

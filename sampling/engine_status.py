@@ -5,25 +5,19 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from ..architectures import symbols_of
 from ..architectures.calls import EVERY_SIZE, RequestedCalls, UncoveredCall, file_sizes, words_of
-from ..architectures.shapes import outside
 from ..backends import BuildSizes, backends
-from ..backends.lookup import takes_any_weights
 from ..comfy_model.attention import remark
 from ..engine_library import Engine
-from ..sessions.session import refusal_of
 from .call_stats import last_run
 from .engine_handle import EngineHandle
 
 
 def requested_calls(handle: EngineHandle) -> RequestedCalls:
-    """The calls that a node needs engines for: by its settings, its graph and its last run."""
-    run = last_run(handle.node_key) if handle.node_key else None
-    if run is None:
-        return RequestedCalls(handle.choice.profile, handle.choice.pictures)
+    """Return the calls that a node needs engines for: by its settings, its graph and its last run."""
+    _, rows = (last_run(handle.node_key) if handle.node_key else None) or ("", [])
     calls: Counter[UncoveredCall] = Counter()
-    for row in run[1]:
+    for row in rows:
         calls.update(row.uncovered.copy())  # a run may be under way
     seen = [dict(call.sizes) for call, _ in calls.most_common()]
     return RequestedCalls(handle.choice.profile, handle.choice.pictures, seen)
@@ -38,26 +32,8 @@ def lacks_engine(handle: EngineHandle) -> bool:
 
 def to_build(handle: EngineHandle, rebuild: Sequence[Engine] = ()) -> list[BuildSizes]:
     """List the sizes to build for a node; engines of other backends keep the calls that they serve."""
-    found, calls = handle.found, requested_calls(handle)
-    if found is None or found.builder is None:
-        return []
-    own = found.engines_of(found.builder)
-    parts = found.builder.to_build(handle.network, calls, own, rebuild)
-    for engine in (engine for engine in found.engines if engine not in own):
-        parts = [left for part in parts if (left := _beyond(part, engine, calls)) is not None]
-    return parts
-
-
-def _beyond(part: BuildSizes, engine: Engine, calls: RequestedCalls) -> BuildSizes | None:
-    """Return the part of some sizes that an engine of another backend does not serve, or None."""
-    identity = engine.manifest.identity
-    profile, symbols = identity.profile, symbols_of(identity.architecture)
-    if part.again:
-        return part
-    if not part.calls:
-        return None if profile.contains(calls.profile.only(profile.ranges)) else part
-    left = tuple(call for call in part.calls if outside(profile, call, symbols) is not None)
-    return BuildSizes(part.profile, left) if left else None
+    calls = requested_calls(handle)
+    return handle.found.to_build(handle.network, calls, rebuild)
 
 
 def lacks_pictures(handle: EngineHandle) -> bool:
@@ -70,7 +46,7 @@ def lacks_pictures(handle: EngineHandle) -> bool:
 
 
 def status(handle: EngineHandle) -> str:
-    """One sentence for the node."""
+    """Return one sentence for the node."""
     session, network = handle.session, handle.network
     if session is None:
         return f"{handle.fallback.sentence()} {handle.note}".strip()
@@ -80,8 +56,7 @@ def status(handle: EngineHandle) -> str:
         name = session.engines[0].manifest.identity.backend
         if notice := backends()[name].notice:
             text += f". {name} is {notice}"
-        wants_any = handle.choice.replaceable and not session.follows_patches
-        if wants_any and not takes_any_weights(handle.choice, network.device):
+        if handle.choice.replaceable and not session.follows_patches and not handle.found.refits:
             text += f". {name} has no engines for any checkpoint and LoRA: this one is for this model only"
     its = remark(network.parts[0].module, network.patcher, network.prefix)
     return ". ".join(filter(None, (text, its, handle.note)))
@@ -96,8 +71,3 @@ def _not_compiled(handle: EngineHandle) -> str:
     if EVERY_SIZE in words:
         return f". Not compiled yet: runs {how}; build to have it compiled for {EVERY_SIZE}"
     return f". Not compiled for {'; '.join(words)}: runs {how}; build to add that" if words else ""
-
-
-def refused_engines(handle: EngineHandle) -> list[Engine]:
-    """The engines of a node that could not be opened."""
-    return [] if handle.found is None else [e for e in handle.found.engines if refusal_of(e) is not None]

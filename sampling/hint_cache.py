@@ -14,7 +14,7 @@ from typing import Any
 import comfy.controlnet
 import numpy
 import torch
-from comfy.controlnet import ControlNet
+from comfy.controlnet import ControlBase, ControlNet
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..comfy_model.comfyui_internals import Feature, works
@@ -99,11 +99,16 @@ def lacks_hint(control: ControlNet, x_noisy: torch.Tensor) -> bool:
         return False
     if control.timestep_range is None or x_noisy.ndim != 4 or has_hint(control, x_noisy):
         return False
-    if control.vae is not None or control.latent_format is not None or control.concat_mask:
+    return _is_plain_image(control.cond_hint_original) and takes_plain_hint(control)
+
+
+def takes_plain_hint(control: ControlBase) -> bool:
+    """Tell whether a control's hint depends on its image alone, and other code may make it as ComfyUI does."""
+    if type(control) is not ControlNet or control.vae is not None or control.latent_format is not None:
         return False
-    if control.extra_concat_orig or control.multigpu_clones:
+    if control.concat_mask or control.extra_concat_orig or control.multigpu_clones:
         return False
-    return _is_plain_image(control.cond_hint_original) and makes_hints_as_comfyui(control)
+    return makes_hints_as_comfyui(control)
 
 
 def make_hints(controls: Iterable[ControlNet], x_noisy: torch.Tensor) -> list[ControlNet]:
@@ -121,7 +126,7 @@ def make_hints(controls: Iterable[ControlNet], x_noisy: torch.Tensor) -> list[Co
             if _only_copies(control, x_noisy):
                 image = control.preprocess_image(control.cond_hint_original)
                 with torch.inference_mode(False):  # as in ``counting_versions``: it is kept as it is
-                    hint = image.to(device=x_noisy.device, dtype=_dtype(control), copy=True)
+                    hint = image.to(device=x_noisy.device, dtype=dtype_of(control), copy=True)
         give_hint(control, x_noisy, hint)
     return new
 
@@ -148,10 +153,11 @@ def hint_for(control: ControlNet, x_noisy: torch.Tensor, batched_number: int) ->
 
 
 def _fits(hint: torch.Tensor | None, control: ControlNet, x_noisy: torch.Tensor) -> bool:
-    return hint is not None and tuple(hint.shape[2:]) == _size(control, x_noisy)
+    return hint is not None and tuple(hint.shape[2:]) == hint_size(control, x_noisy)
 
 
-def _size(control: ControlNet, x_noisy: torch.Tensor) -> tuple[int, int]:
+def hint_size(control: ControlNet, x_noisy: torch.Tensor) -> tuple[int, int]:
+    """Return height and width of a control's hint for a latent."""
     ratio = control.compression_ratio
     return x_noisy.shape[2] * ratio, x_noisy.shape[3] * ratio
 
@@ -172,11 +178,12 @@ def _only_copies(control: ControlNet, x_noisy: torch.Tensor) -> bool:
 
 def _made_with(control: ControlNet, x_noisy: torch.Tensor) -> Hashable:
     """Return a key of all that a hint depends on besides the image."""
-    size, device = _size(control, x_noisy), x_noisy.device
-    return size, control.upscale_algorithm, control.preprocess_image, _dtype(control), device
+    size, device = hint_size(control, x_noisy), x_noisy.device
+    return size, control.upscale_algorithm, control.preprocess_image, dtype_of(control), device
 
 
-def _dtype(control: ControlNet) -> torch.dtype:
+def dtype_of(control: ControlNet) -> torch.dtype:
+    """Return the dtype that ComfyUI gives to a control's inputs."""
     return control.manual_cast_dtype or control.control_model.dtype
 
 

@@ -19,20 +19,19 @@ from ..architectures.calls import EngineCall
 from ..comfy_model.attention import OVERRIDE, other_attention
 from ..comfy_model.comfyui_internals import Feature, works
 from ..comfy_model.comfyui_shims import outside_recording
-from ..comfy_model.network import NativeNetwork
+from ..comfy_model.network import NativeNetwork, forward_arguments
 from ..comfy_model.weight_patches import WeightPatches
 from ..engine_library import Fallback, Reason
 from . import NotCopied
 from .call_stats import open_stats, timed
 from .control_stack import LateControl, bound_unread, run_stacks_at_once
-from .device_inputs import call_on_device, sample_on_device
 from .engine_handle import EngineHandle
 from .nan_guard import redo_unless_finite, watch
-from .native_network import arguments_of, by_name, forward_arguments, run_native, with_residuals_copied
+from .native_network import by_name, run_native, with_residuals_copied
 from .native_weights import NativeWeights
 from .run_context import as_run, tensors_of_run
+from .run_inputs import SteadyPrompts, call_on_device, sample_on_device
 from .several_gpus import COPIES, SEVERAL_GPUS, SharedRun, forget_dead_models, on_its_gpu, on_several_gpus
-from .steady_prompts import SteadyPrompts
 
 if TYPE_CHECKING:
     from comfy.model_base import BaseModel
@@ -81,8 +80,8 @@ def patch_model(model: ModelPatcher, handle: EngineHandle, refusal: Fallback | N
     takes_part = [router.native_weights] if works(Feature.STAGING) else []
     takes_part += [router.shared] if works(Feature.SEVERAL_GPUS) else []
     if takes_part:
-        wrappers[WrappersMP.PREPARE_SAMPLING] = [one.prepare for one in takes_part]
-        callbacks[CallbacksMP.ON_CLEANUP] = [one.end_run for one in takes_part]
+        wrappers[WrappersMP.PREPARE_SAMPLING] = [part.prepare for part in takes_part]
+        callbacks[CallbacksMP.ON_CLEANUP] = [part.end_run for part in takes_part]
     if works(Feature.SEVERAL_GPUS):
         callbacks[CallbacksMP.ON_MATCH_MULTIGPU_CLONES] = [router.match_copy]
         forget_dead_models()
@@ -100,8 +99,8 @@ def patch_model(model: ModelPatcher, handle: EngineHandle, refusal: Fallback | N
 
 def with_tokens_kept(model: ModelPatcher) -> ModelPatcher:
     """Return a clone of a routed model whose engine takes the patch ``KeptTokens`` too; ``model`` where none can."""
-    router = next(iter(model.get_wrappers(WrappersMP.DIFFUSION_MODEL, KEY)), None)
-    if not isinstance(router, BackboneRouter) or router._refusal is not None:
+    router = next(iter(_routers(model)), None)
+    if router is None or router._refusal is not None:
         return model
     handle = router._handle.like(replace(router._handle.network, keeps_tokens=True))
     return model if handle.fallback is not None else patch_model(model, handle)
@@ -123,13 +122,17 @@ def count_as_native(model: ModelPatcher, label: str, node_id: str, fallback: Fal
 
 def has_engine(model: ModelPatcher) -> bool:
     """Tell whether a sampler patch already routes a model's UNet."""
-    return any(isinstance(wrapper, BackboneRouter) for wrapper in model.get_wrappers(WrappersMP.DIFFUSION_MODEL, KEY))
+    return bool(_routers(model))
 
 
 def encodes_prompts(model: ModelPatcher) -> bool:
     """Tell whether a part of the model's engine runs once per prompt, and not in each step."""
-    routers = model.get_wrappers(WrappersMP.DIFFUSION_MODEL, KEY)
-    return any(isinstance(router, BackboneRouter) and router._handle.encodes_prompts for router in routers)
+    return any(router._handle.encodes_prompts for router in _routers(model))
+
+
+def _routers(model: ModelPatcher) -> list[BackboneRouter]:
+    wrappers = model.get_wrappers(WrappersMP.DIFFUSION_MODEL, KEY)
+    return [wrapper for wrapper in wrappers if isinstance(wrapper, BackboneRouter)]
 
 
 class BackboneRouter(NotCopied):
@@ -146,7 +149,7 @@ class BackboneRouter(NotCopied):
         theirs = handle.network.patcher
         self._weight_patches = WeightPatches(theirs if theirs.model is self._base else model)
         self._handle = handle
-        self._arguments = arguments_of(handle.network)
+        self._arguments = handle.network.arguments()
         self._refusal = refusal
         self._compiled: tuple[dict, Callable[..., torch.Tensor]] | None = None
         self.native_weights = NativeWeights(partial(_plan, handle, refusal, self._weight_patches))
@@ -222,8 +225,9 @@ class BackboneRouter(NotCopied):
         self.reached.calls += 1
         given = by_name(forward_arguments(type(_uncompiled(called_on))), args, kwargs)
         if on_several_gpus(given.get("transformer_options") or {}):
-            handle.serve(self._refusal or SEVERAL_GPUS, _never)
-            return run_native(lambda: native(*args, **kwargs), handle.stats, handle.network.device)
+            stats = handle.begin_run()
+            stats.count_native(self._refusal or SEVERAL_GPUS)
+            return run_native(lambda: native(*args, **kwargs), stats, handle.network.device)
         stats = open_stats(Role.BACKBONE.value, SECOND_MODEL, handle.node_id, device=handle.network.device)
         stats.count_native(Fallback(Reason.OTHER_MODEL, "the call is for another model, or a copy of ours"))
         with timed(stats.times):
@@ -319,10 +323,6 @@ def _compile_key() -> str | None:
     return TORCH_COMPILE_KWARGS
 
 
-def _never() -> EngineCall:
-    raise AssertionError("nothing is bound for a call that is refused")
-
-
 def _uncompiled(unet: torch.nn.Module) -> torch.nn.Module:
     """Return the UNet inside of torch.compile's wrapper."""
     return getattr(unet, "_orig_mod", unet)
@@ -333,8 +333,8 @@ def _router_of(unet: object) -> BackboneRouter | None:
     known = _bases.get(unet) if isinstance(unet, torch.nn.Module) else None
     base = known() if known is not None else None
     patcher = getattr(base, "current_patcher", None)
-    found = patcher.get_wrappers(WrappersMP.DIFFUSION_MODEL, KEY) if patcher is not None else []
-    return next((router for router in found if isinstance(router, BackboneRouter) and router._base is base), None)
+    found = _routers(patcher) if patcher is not None else []
+    return next((router for router in found if router._base is base), None)
 
 
 def _plan(

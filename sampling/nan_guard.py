@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -66,12 +66,19 @@ class Watch:
         return all(bool(torch.isfinite(total)) for total in self._sums.values())
 
 
-def watch(result: torch.Tensor, by_engine: bool = True) -> None:
-    """Add a backbone's result, by native or an engine, to the run's sum. Does not wait for the GPU."""
+def watch(result: torch.Tensor | Sequence[torch.Tensor], by_engine: bool = True) -> None:
+    """Add a backbone's result, by native or an engine, to the run's sum. Does not wait for the GPU.
+
+    Args:
+        result: a tensor; or several, as of video and sound.
+    """
     run = _watch.get()
-    if run is not None and isinstance(result, torch.Tensor):
+    several = result if isinstance(result, list | tuple) else [result]
+    found = [one for one in several if torch.is_tensor(one)]
+    if run is not None and found:
         with outside_recording():
-            run.see(result)
+            for tensor in found:
+                run.see(tensor)
         run.engines = run.engines or by_engine
 
 
@@ -133,7 +140,8 @@ def redo_unless_finite(executor: WrapperExecutor, *args: Any, **kwargs: Any) -> 
         return executor(*args, **kwargs)
     guider, run = executor.class_obj, Watch()
     conds = {name: [dict(cond) for cond in group] for name, group in guider.conds.items()}  # sampling changes them
-    random = _random_state(guider.model_patcher.load_device)
+    device = guider.model_patcher.load_device
+    random = torch.get_rng_state(), torch.cuda.get_rng_state(device) if device.type == "cuda" else None
     token = _watch.set(run)
     try:
         result = executor(*args, **kwargs)
@@ -143,7 +151,9 @@ def redo_unless_finite(executor: WrapperExecutor, *args: Any, **kwargs: Any) -> 
         return result
     log.error("Hybrid TRT: %s; the normal model's image takes its place", NOT_FINITE.detail)
     guider.conds = conds
-    _restore(random)
+    torch.set_rng_state(random[0])
+    if random[1] is not None:
+        torch.cuda.set_rng_state(random[1], device)
     with native_again():
         result = executor(*args, **kwargs)
     if not _is_finite(result):
@@ -163,19 +173,3 @@ def _blame_no_engine() -> None:
             if row.details.get(NOT_FINITE.reason.value) == str(NOT_FINITE):
                 row.details[NOT_FINITE.reason.value] = NATIVE_TOO
                 row.advices[NOT_FINITE.reason.value] = NATIVE_TOO_ADVICE
-
-
-_Random = tuple[torch.Tensor, torch.device | None, torch.Tensor | None]
-
-
-def _random_state(device: torch.device) -> _Random:
-    if device.type != "cuda":
-        return torch.get_rng_state(), None, None
-    return torch.get_rng_state(), device, torch.cuda.get_rng_state(device)
-
-
-def _restore(state: _Random) -> None:
-    cpu, device, gpu = state
-    torch.set_rng_state(cpu)
-    if device is not None:
-        torch.cuda.set_rng_state(gpu, device)

@@ -5,8 +5,6 @@ Each run looks for changes once, and each call makes the quick checks.
 
 from __future__ import annotations
 
-import functools
-import inspect
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -16,7 +14,7 @@ import torch
 from ..comfy_model.changed_layers import LayerWatch
 from ..comfy_model.network import NativeNetwork
 from ..comfy_model.weight_hash import look_for_edits
-from ..engine_library import Fallback, Reason, Unavailable
+from ..engine_library import Fallback, Reason
 from ..sessions.gpu_memory import close_engines
 from .call_stats import CallStats, timed
 from .run_context import SamplingRun, current_run
@@ -69,21 +67,6 @@ class NetworkWatch:
 
 def _as_fallback(what: str | None) -> Fallback | None:
     return None if what is None else Fallback(Reason.MODEL_PATCHED, what)
-
-
-def arguments_of(network: NativeNetwork) -> Sequence[str]:
-    """Return the names of the positional arguments of a network's forward, in order."""
-    try:
-        return network.architecture().arguments
-    except Unavailable:  # no engine serves it, but its residuals are copied and its options read
-        return forward_arguments(type(network.module))
-
-
-@functools.cache
-def forward_arguments(kind: type) -> tuple[str, ...]:
-    """Return these names from the signature of a class, which other packs may have changed."""
-    parameters = list(inspect.signature(kind.forward).parameters.values())[1:]
-    return tuple(p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD)
 
 
 def by_name(names: Sequence[str], args: tuple, kwargs: Mapping[str, Any]) -> dict[str, Any]:

@@ -20,10 +20,10 @@ import weakref
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-import comfy.controlnet
 import torch
 from comfy import model_management, sampler_helpers
 from comfy import utils as comfy_utils
+from comfy.controlnet import ControlLora
 from comfy.patcher_extension import CallbacksMP
 
 from ..architectures.model_patches import models_of
@@ -31,9 +31,9 @@ from ..comfy_model.comfyui_internals import Feature, works
 from ..comfy_model.comfyui_shims import knows_pins
 from ..comfy_model.weight_formats import patches_rounded
 from . import NotCopied
+from .controlnet import chain_of
 
 if TYPE_CHECKING:
-    from comfy.controlnet import ControlBase
     from comfy.model_patcher import ModelPatcher
     from comfy.patcher_extension import WrapperExecutor
 
@@ -209,9 +209,9 @@ class NativeWeights(NotCopied):
             return  # each layer fetches its own
         log.info("Hybrid TRT: loading the normal model for steps that the engine does not take")
         in_use = model_management.loaded_models(only_currently_used=True)
-        others = [model for model in in_use if not native.is_clone(model)]
+        beside = [model for model in in_use if not native.is_clone(model)]
         memory, least = self._memory
-        model_management.load_models_gpu([native, *others], memory_required=memory, minimum_memory_required=least)
+        model_management.load_models_gpu([native, *beside], memory_required=memory, minimum_memory_required=least)
 
     def end_run(self, _patcher: ModelPatcher) -> None:
         """Drop the stand-in, because ComfyUI uses the patcher itself again; an ON_CLEANUP callback."""
@@ -229,18 +229,15 @@ def _may_wait(model: ModelPatcher, conds: dict[str, list], model_options: Mappin
     if model.get_additional_models_with_key("multigpu") or "registered_hooks" in model_options:
         return False
     every = [cond for group in conds.values() for cond in group or ()]
-    return not any("hooks" in cond or _borrows_weights(cond.get("control")) for cond in every)
+    if any("hooks" in cond for cond in every):
+        return False
+    controls = (control for cond in every for control in chain_of(cond.get("control")))
+    return not any(isinstance(control, ControlLora) for control in controls)  # it computes with the UNet's own weights
 
 
 def has_memory_of_its_own(device: torch.device) -> bool:
     """Tell whether a device has memory apart from main memory."""
     return not model_management.is_device_cpu(device)
-
-
-def _borrows_weights(control: ControlBase | None) -> bool:
-    """Tell whether a ControlNet of the chain computes with the UNet's own weights."""
-    lora = comfy.controlnet.ControlLora
-    return control is not None and (isinstance(control, lora) or _borrows_weights(control.previous_controlnet))
 
 
 def _memory_for(model: ModelPatcher, noise_shape: Any, conds: dict[str, list]) -> tuple[float, float]:

@@ -20,7 +20,6 @@ from PIL import Image, ImageDraw, ImageFont
 
 from ..engine_library import Reason
 from .call_stats import ON_ENGINE, CallStats, CallTimes, slow_sentences
-from .frame_times import FrameTimes
 
 NOTHING = (
     "No engine was asked for in this prompt: no TRT node lies before this one, or the sampler's result came from "
@@ -30,8 +29,6 @@ SLOW_START = 3
 """A first call slower than this many usual calls is shown apart: it loaded the engine or the model."""
 MAX_DETAIL = 90
 _PATH = re.compile(r"(?:[A-Za-z]:[\\/]|\\\\|(?<![\w./])/)[^\s;,:()\"']*[\\/]([^\s;,:()\"'\\/]+)")
-
-
 WIDTH, MARGIN = 900, 28
 BACK, TEXT, QUIET, LINES = "#1e1f22", "#f2f2f2", "#bdbdbd", "#3a2600"
 ENGINE_COLOUR, NATIVE_COLOUR = "#4caf6a", "#f0b13c"
@@ -47,7 +44,7 @@ Font = ImageFont.FreeTypeFont | ImageFont.ImageFont
 
 
 def as_drawn(rows: Iterable[CallStats], drawn: Callable[[str], str]) -> list[CallStats]:
-    """Merge the stats of nodes that ComfyUI copied, for example one per iteration of a loop, into a node's.
+    """Merge the stats of nodes that ComfyUI copied, for example for each iteration of a loop, into a node's.
 
     Args:
         drawn: id of a node -> id of its node in the user's graph.
@@ -153,9 +150,8 @@ def _faster(rows: Sequence[CallStats]) -> float:
     return sum(row.engine * row.proof[1] for row in rows) / max(1e-9, sum(row.engine * row.proof[0] for row in rows))
 
 
-def report_text(rows: Sequence[CallStats], streams: Sequence[FrameTimes] = ()) -> str:
-    """Return the stats as a short text, the verdict first and the frame times of streams last."""
-    frames = [times.sentence() for times in streams]
+def report_text(rows: Sequence[CallStats], frames: Sequence[str] = ()) -> str:
+    """Return the stats as a short text, the verdict first and the sentences on streams' frame times last."""
     if not rows:
         return "\n".join([NOTHING, *frames])
     remarks = dict.fromkeys(f"{row.remark}." for row in rows if row.remark and row.engine)
@@ -283,7 +279,7 @@ def plot(rows: Sequence[CallStats]) -> torch.Tensor:
 
 
 def cells(count: int) -> list[tuple[float, float]]:
-    """Return left and right of each call's cell: the first apart, the others in the rest of the width."""
+    """Return left and right of each call's cell: the first apart, the later calls in the rest of the width."""
     if count == 0:
         return []
     start = MARGIN + FIRST + APART
@@ -293,7 +289,7 @@ def cells(count: int) -> list[tuple[float, float]]:
 
 
 def _row(draw: ImageDraw.ImageDraw, row: CallStats, lines: list[str], top: int, full: float) -> int:
-    """Draw a network; return the top of the next one."""
+    """Draw a network; return the top of the next network."""
     top = _write(draw, [_fitted(short_name(row.name), row)], top, NAME, TEXT)
     ms = row.ms()
     if ms:

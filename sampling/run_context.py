@@ -10,7 +10,6 @@ import contextlib
 import types
 from collections.abc import Iterable, Iterator, Mapping
 from contextvars import Context, ContextVar
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,7 +17,7 @@ from comfy_execution.utils import ExecutionContext, get_executing_context
 
 from ..comfy_model.comfyui_internals import Feature, works
 from ..comfy_model.whose_code import is_known
-from .steady_prompts import SteadyTensors
+from .run_inputs import SteadyTensors
 
 if TYPE_CHECKING:
     from comfy.patcher_extension import WrapperExecutor
@@ -72,20 +71,17 @@ def _running_node(known: ExecutionContext | None) -> ExecutionContext | None:
     return ExecutionContext(registry.prompt_id, running[-1], None) if running else None
 
 
-@dataclass(frozen=True, eq=False)
 class SamplingRun:
-    """One run of a sampler, compared by identity.
+    """One run of a sampler.
 
     Attributes:
         comfyuis_alone: True if no other pack's code was found to take part.
         tensors: cached results from its prompts.
     """
 
-    comfyuis_alone: bool
-    tensors: SteadyTensors = field(init=False)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "tensors", SteadyTensors(self.comfyuis_alone))
+    def __init__(self, comfyuis_alone: bool):
+        self.comfyuis_alone = comfyuis_alone
+        self.tensors = SteadyTensors(comfyuis_alone)
 
 
 _current: ContextVar[SamplingRun | None] = ContextVar("sampling run", default=None)
@@ -98,8 +94,7 @@ def current_run() -> SamplingRun | None:
 
 def as_run(executor: WrapperExecutor, *args: Any, **kwargs: Any) -> Any:
     """Make all calls of a sampling belong to one run; an OUTER_SAMPLE wrapper."""
-    others = others_take_part(executor.class_obj, (*args, *kwargs.values()))
-    run = SamplingRun(comfyuis_alone=not others)
+    run = SamplingRun(comfyuis_alone=not others_take_part(executor.class_obj, (*args, *kwargs.values())))
     try:
         with inside(run):
             return executor(*args, **kwargs)
@@ -146,12 +141,12 @@ def others_take_part(guider: Any, given: Iterable[Any]) -> bool:
               *type(guider).__mro__, *type(model).__mro__)  # fmt: skip
     if not all(map(_is_stock, owners)):
         return True
-    own = (value for one in (guider, model) for value in vars(one).values())
+    own = (value for owner in (guider, model) for value in vars(owner).values())
     if not all(is_known(value) for value in own if callable(value)):
         return True
     seen: set[int] = set()
-    parts = [*given, *(getattr(one, "__dict__", {}) for one in given), type(guider), guider.model_options]
-    return any(_has_stranger(part, seen) for part in (*parts, _controls(guider)))
+    parts = [*given, *(getattr(value, "__dict__", {}) for value in given), type(guider), guider.model_options]
+    return any(_has_foreign(part, seen) for part in (*parts, _controls(guider)))
 
 
 def _is_stock(owner: types.ModuleType | type) -> bool:
@@ -171,13 +166,13 @@ def _controls(guider: Any) -> list[Any]:
     return [part for cond in conds for part in (cond.get("control"), cond.get("hooks")) if part is not None]
 
 
-def _has_stranger(value: Any, seen: set[int]) -> bool:
+def _has_foreign(value: Any, seen: set[int]) -> bool:
     """Find another pack's function or object in a value, and in dicts and sequences at any depth."""
     if value is None or isinstance(value, bool | int | float | str | bytes | torch.Tensor) or id(value) in seen:
         return False
     seen.add(id(value))
     if isinstance(value, Mapping):
-        return any(_has_stranger(one, seen) for one in value.values())
+        return any(_has_foreign(part, seen) for part in value.values())
     if isinstance(value, list | tuple | set | frozenset):
-        return any(_has_stranger(one, seen) for one in value)
+        return any(_has_foreign(part, seen) for part in value)
     return not is_known(value)

@@ -23,7 +23,7 @@ from ..comfy_model.patches_on_gpus import THREAD, PatchesOnGpus
 from ..engine_library import Fallback, Reason
 from ..sessions.cuda_capture import give_back_graph_memory
 from . import NotCopied
-from .controlnet import EngineControlModel, back_with_engine
+from .controlnet import EngineControlModel, back_with_engine, chain_of
 from .engine_handle import EngineHandle
 from .run_context import in_run
 
@@ -32,7 +32,6 @@ if TYPE_CHECKING:
 
 COPIES = "multigpu"
 """Key in a patcher of ComfyUI's copies of its model on other GPUs."""
-
 
 SEVERAL_GPUS = Fallback(
     Reason.MODEL_PATCHED,
@@ -110,7 +109,8 @@ def on_its_gpu(handle: EngineHandle, copy: ModelPatcher) -> EngineHandle:
 
 def _engine_controls(conds: Mapping[str, list], devices: list[torch.device]) -> Iterator[EngineControlModel]:
     """Iterate over the networks of a run's engine-backed ControlNets, on all GPUs; missing networks are made."""
-    for control in {id(one): one for group in conds.values() for cond in group or () for one in _chain(cond)}.values():
+    chains = (chain_of(cond.get("control")) for group in conds.values() for cond in group or ())
+    for control in {id(control): control for chain in chains for control in chain}.values():
         model = getattr(control, "control_model", None)
         if type(control) is not ControlNet or not isinstance(model, EngineControlModel):
             continue
@@ -121,13 +121,6 @@ def _engine_controls(conds: Mapping[str, list], devices: list[torch.device]) -> 
             its = getattr(control.multigpu_clones.get(device), "control_model", None)
             if isinstance(its, EngineControlModel):
                 yield its
-
-
-def _chain(cond: Mapping[str, Any]) -> Iterator[Any]:
-    control = cond.get("control")
-    while control is not None:
-        yield control
-        control = control.previous_controlnet
 
 
 def _control_on(control: ControlNet, model: EngineControlModel, device: torch.device) -> ControlNet:

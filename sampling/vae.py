@@ -18,6 +18,7 @@ from ..architectures import Role
 from ..architectures.shapes import Shape, ShapeMismatch, bind
 from ..comfy_model.weight_patches import last_loaded, lies_on_its_model
 from ..engine_library import Fallback, Reason
+from . import InPlaceOfNative
 from .engine_handle import EngineHandle
 from .nan_guard import checked_for_nan
 from .native_network import run_native
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 
 
 def native_vae(vae: VAE) -> VAE:
-    """Return the native VAE behind an engine-backed one, with what other packs have patched, or the given one."""
+    """Return the native VAE behind an engine-backed VAE, with other packs' patches, or the given object."""
     model = vae.first_stage_model
     if not isinstance(model, EngineVAEModel):
         return vae
@@ -74,12 +75,12 @@ def _beside(native: ModelPatcher, handles: list[EngineHandle]) -> ModelPatcher:
     return patcher
 
 
-class EngineVAEModel:
+class EngineVAEModel(InPlaceOfNative):
     """Takes the place of ``VAE.first_stage_model``: same calls, same results, by an engine or by native."""
 
     def __init__(self, vae: VAE, handles: dict[Role, EngineHandle]):
         self.native_vae = vae
-        self.native: torch.nn.Module = vae.first_stage_model
+        self.native = vae.first_stage_model
         self.handles = handles
 
     def decode(self, z: torch.Tensor, **options: Any) -> torch.Tensor:
@@ -109,12 +110,3 @@ class EngineVAEModel:
                 return run_native(lambda: native(images, **options), handle.stats, handle.network.device)
             results.append(result)
         return torch.cat(results) if len(results) > 1 else results[0]
-
-    def __getattr__(self, name: str) -> Any:
-        """Return other attributes of the native module."""
-        if name in ("native", "native_vae", "handles"):  # while a copy is being made
-            raise AttributeError(name)
-        return getattr(self.native, name)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> torch.nn.Module:
-        return copy.deepcopy(self.native, memo)  # its patcher's copy loads it

@@ -2,6 +2,9 @@
 
 The node also takes in the VAE and up to four ControlNets of its graph; further ones get TRT ControlNet Engine.
 Removal restores the former wires.
+
+Nodes right of a new node move right, and groups grow. A group keeps its nodes: the page counts a node if its middle is
+in the group.
 """
 
 from __future__ import annotations
@@ -21,8 +24,7 @@ from ..node_names import (
     VAE_ENGINE,
 )
 from .graph import GET, INPUT_NODE, OUTPUT_NODE, SET, Graph, Link, Node, Port, Workflow, is_ours, name_of
-from .layout import place
-from .sockets import kind_of
+from .node_data import TITLE, Data, drawn_box, kind_of, middle, touch
 
 PASSES_ON = {
     ACCELERATE: ("model", "vae", *CONTROL_INPUTS),
@@ -33,6 +35,8 @@ PASSES_ON = {
 """Our nodes that pass values on -> their inputs in the order of their outputs."""
 SERVING = (*PASSES_ON, UNET_ENGINE)
 """Our nodes that bring engines: nodes behind them need no more. TRT Stream uses the engines that it gets."""
+GAP = 50.0
+"""Pixels between our node and its neighbours."""
 SIZES = {ACCELERATE: (330.0, 400.0), CONTROLNET_ENGINE: (330.0, 300.0)}
 _KINDS = {"model": "MODEL", "vae": "VAE"}
 _CHANGES_WEIGHTS = re.compile("lora|modelmerge", re.IGNORECASE)
@@ -100,8 +104,8 @@ def _sources(workflow: Workflow, kind: str) -> Iterator[Port]:
     """Yield the outputs of loaders of a kind: of nodes without inputs of that kind."""
     for graph in workflow.uses:
         for node in graph.nodes.values():
-            takes = graph.fed(node, kind) or any(kind_of(one) in (kind, "*") and one.get("link") is not None
-                                                 for one in node.get("inputs") or [])  # fmt: skip
+            takes = graph.fed(node, kind) or any(kind_of(socket) in (kind, "*") and socket.get("link") is not None
+                                                 for socket in node.get("inputs") or [])  # fmt: skip
             none = kind == "VAE" and any(map(_NO_VAE_ENGINE.search, (node["type"], str(name_of(node)))))
             if workflow.is_real(node) and not is_ours(node) and not takes and not none:
                 yield from (Port(graph, node["id"], slot) for slot, made in graph.made(node).items() if made == kind)
@@ -120,8 +124,9 @@ def _before(workflow: Workflow, port: Port) -> list[Node]:
         elif kind in workflow.subgraphs:
             more.append((workflow.subgraphs[kind], OUTPUT_NODE))
         elif kind == GET:
-            more += [(one, found["id"]) for one in workflow.uses for found in one.named(SET, name_of(graph.nodes[key]))]
-        queue += dict.fromkeys(one for one in more if one not in seen)
+            name = name_of(graph.nodes[key])
+            more += [(holder, found["id"]) for holder in workflow.uses for found in holder.named(SET, name)]
+        queue += dict.fromkeys(place for place in more if place not in seen)
         seen.update(more)
     return [graph.nodes[key] for graph, key in queue if key in graph.nodes]
 
@@ -139,7 +144,7 @@ def _model_places(workflow: Workflow, source: Port, seen: set[Port]) -> Iterator
         links, served = [], port is source and _served(workflow, port)
         for link in port.graph.links_of(port.node, port.slot):
             if any(starmap(_changes_weights, workflow.behind(port.graph, link, "MODEL"))):
-                more = [one for one in workflow.beyond(port.graph, link, "MODEL") if one not in seen]
+                more = [place for place in workflow.beyond(port.graph, link, "MODEL") if place not in seen]
                 seen.update(more)
                 queue += more
                 continue
@@ -172,9 +177,9 @@ def _host(graph: Graph, reader: Any, branches: list[tuple[Graph, Node, set[Any]]
     if len(branches) == 1:
         return branches[0][1]
     found = graph.needing(reader)
-    ends = {one for one in found if OUTPUT_NODE in graph.next(one) or not graph.next(one)}
+    ends = {reader for reader in found if OUTPUT_NODE in graph.next(reader) or not graph.next(reader)}
     fit = [(next((i for i, one in enumerate(found) if i and one in served), len(found)), len(served), order)
-           for order, (one, _, served) in enumerate(branches) if one is graph and ends <= served]  # fmt: skip
+           for order, (holder, _, served) in enumerate(branches) if holder is graph and ends <= served]  # fmt: skip
     return branches[min(fit)[2]][1] if fit else None
 
 
@@ -220,7 +225,67 @@ def _insert(workflow: Workflow, port: Port, links: list[Link], kind: str, name: 
         "outputs": [{"name": name, "type": of, "links": []} for name, of in sockets],
         "properties": {"cnr_id": "hybrid-trt", "Node name for S&R": kind},
     }  # fmt: skip
-    place(port.graph, port.node, node)
+    _place(port.graph, port.node, node)
     port.graph.nodes[node["id"]] = node
     _lead_through(workflow, port, links, node, PASSES_ON[kind].index(name))
     return node
+
+
+def _place(graph: Graph, behind: Any, node: Node) -> None:
+    """Give a new node a place right of the node that it follows, or of the subgraph's inputs."""
+    left, y, width, _ = _box(graph, behind)
+    start = left + width
+    height = node["size"][1]
+    in_row = [other for other in graph.nodes.values()
+              if other["pos"][1] - TITLE < y + height + GAP / 2
+              and other["pos"][1] + other["size"][1] > y - TITLE - GAP / 2]  # fmt: skip
+    x = max([start, *(other["pos"][0] + other["size"][0] for other in in_row if not _moves(other, start))]) + GAP
+    end = x + node["size"][0]
+    next_left = min([start, *(other["pos"][0] for other in in_row if _moves(other, start))])
+    _make_room(graph, start, end + GAP - next_left)
+    node["pos"] = [x, y]
+    for group in graph.data.get("groups") or []:
+        gx, gy, gw, gh = group["bounding"]
+        if gx <= left and start <= gx + gw and gy <= y <= gy + gh:
+            wide = max(gw, end + GAP / 2 - gx)
+            grown = ([gx, gy, wide, high] for high in (max(gh, y + height + GAP / 2 - gy), gh))
+            group["bounding"] = next((box for box in grown if not _takes_in(graph, group, box)), group["bounding"])
+
+
+def _takes_in(graph: Graph, group: Data, grown: list[float]) -> bool:
+    """Tell whether a grown group newly touches a node or a group, or newly has the middle of a node."""
+    boxes = [other["bounding"] for other in graph.data["groups"] if other is not group]
+    boxes += [box for node in graph.nodes.values() for box in (drawn_box(node), middle(node))]
+    return any(touch(grown, box) and not touch(group["bounding"], box) for box in boxes)
+
+
+def _moves(node: Node, start: float) -> bool:
+    """Tell whether the middle of a node, or a reroute, is right of a line: it moves like groups that hold it."""
+    return middle(node)[0] >= start - 1
+
+
+def _box(graph: Graph, node: Any) -> list[float]:
+    if node == INPUT_NODE:
+        return list(graph.data["inputNode"]["bounding"])
+    return [*graph.nodes[node]["pos"], *graph.nodes[node]["size"]]
+
+
+def _make_room(graph: Graph, start: float, width: float) -> None:
+    """Move nodes right whose middle is right of a line; groups across the line grow if they hold such nodes."""
+    drawn = (*graph.nodes.values(), *_reroutes(graph.data))
+    moving = [node for node in drawn if _moves(node, start)]
+    for group in graph.data.get("groups") or []:
+        box = group["bounding"]
+        if box[0] >= start - 1:
+            box[0] += width
+        elif any(touch(box, middle(node)) for node in moving):
+            box[2] += width
+    for node in moving:
+        node["pos"] = [node["pos"][0] + width, node["pos"][1]]
+    for side in ("inputNode", "outputNode"):
+        box = graph.data[side]["bounding"] if graph.inside else [start - 2]
+        box[0] += width if box[0] >= start - 1 else 0
+
+
+def _reroutes(data: Data) -> list[Data]:
+    return [*(data.get("reroutes") or []), *((data.get("extra") or {}).get("reroutes") or [])]

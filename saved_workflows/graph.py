@@ -8,8 +8,19 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, TypeVar
 
-from .everywhere import feeds, is_understood, priority
-from .sockets import INPUT_NODE, OUTPUT_NODE, Data, Node, bypass_slot, fits, free, kind_of
+from .node_data import (
+    INPUT_NODE,
+    OUTPUT_NODE,
+    Data,
+    Node,
+    bypass_slot,
+    feeds,
+    fits,
+    free,
+    is_understood,
+    kind_of,
+    priority,
+)
 
 T = TypeVar("T")
 
@@ -127,7 +138,7 @@ class Graph:
 
     def link_into(self, node: Node, name: str) -> Link | None:
         """Return the link into an input."""
-        found = (one.get("link") for one in node.get("inputs") or [] if one.get("name") == name)
+        found = (socket.get("link") for socket in node.get("inputs") or [] if socket.get("name") == name)
         return self.links.get(next(found, None))
 
     def loses(self, node: Node) -> bool:
@@ -162,7 +173,7 @@ class Graph:
         seen = {node: None}
         queue = [node]
         for current in queue:
-            more = [one for one in self.next(current) if one not in seen and one != OUTPUT_NODE]
+            more = [reader for reader in self.next(current) if reader not in seen and reader != OUTPUT_NODE]
             seen |= dict.fromkeys(more)
             queue += more
         return queue
@@ -172,9 +183,9 @@ class Graph:
         found = self.nodes.get(node, {})
         more = [link.target for links in self._from[node].values() for link in links.values()]
         if found.get("type") == SET:
-            more += [one["id"] for one in self.named(GET, name_of(found))]
+            more += [get["id"] for get in self.named(GET, name_of(found))]
         if found in self.everywhere:
-            more += [key for key, one in self.nodes.items() if node in self.fed(one)]
+            more += [key for key, reader in self.nodes.items() if node in self.fed(reader)]
         return dict.fromkeys(more)
 
     def named(self, kind: str, name: Any) -> list[Node]:
@@ -195,18 +206,20 @@ class Graph:
 
     def fed(self, node: Node, kind: Any = None) -> set[Any]:
         """Return the Everywhere nodes that feed, or may feed, free inputs of a node, optionally of a type."""
-        links = [link for one in self.everywhere for link in self.links_into(one["id"])]
+        links = [link for sender in self.everywhere for link in self.links_into(sender["id"])]
         types = {link.type for link in links if kind in (None, link.type)}
-        return {one["id"] for of in types for slot in free(node, of) for one in self._senders(node, slot)}
+        return {sender["id"] for of in types for slot in free(node, of) for sender in self._senders(node, slot)}
 
     def _senders(self, node: Node, slot: int) -> list[Node]:
         """Return the Everywhere nodes of the highest priority that feed a free input, and nodes not understood."""
         socket, groups = node["inputs"][slot], self.data.get("groups") or []
         kind = kind_of(socket)
-        found = [one for one in self.everywhere if any(link.type == kind for link in self.links_into(one["id"]))]
-        clear = [one for one in found if is_understood(one) and feeds(one, node, socket, groups)]
+        found = [sender for sender in self.everywhere
+                 if any(link.type == kind for link in self.links_into(sender["id"]))]  # fmt: skip
+        clear = [sender for sender in found if is_understood(sender) and feeds(sender, node, socket, groups)]
         best = max(map(priority, clear), default=0)
-        return [one for one in found if not is_understood(one) or (one in clear and priority(one) == best)]
+        first = [sender for sender in clear if priority(sender) == best]
+        return [sender for sender in found if not is_understood(sender) or sender in first]
 
     def _keep(self, link: Link) -> None:
         self.links[link.id] = self._from[link.origin][link.slot][link.id] = self._into[link.target][link.id] = link
@@ -221,8 +234,8 @@ class Graph:
             node, ids = self.nodes.get(link.origin), self._from[link.origin][link.slot]
             holders, name = (node.get("outputs"), "links") if node else (self.data["inputs"], "linkIds")
             for holder in (holders or [])[link.slot:link.slot + 1]:  # empty where the file lists no such output
-                kept = [one for one in holder.get(name) or [] if one in ids or one not in self.links]
-                holder[name] = [*kept, *(one for one in ids if one not in kept)]
+                kept = [known for known in holder.get(name) or [] if known in ids or known not in self.links]
+                holder[name] = [*kept, *(new for new in ids if new not in kept)]
 
     def _whole(self, link: Link, ends: list[tuple[Any, int]]) -> Link | None:
         """Return a link with its end from the inputs' data, as on the page; None where an end is not certain."""
@@ -239,7 +252,7 @@ class Workflow:
     def __init__(self, data: Data) -> None:
         check_format(data)
         self.data, self.root = data, Graph(data, inside=False)
-        self.subgraphs = {one["id"]: Graph(one, inside=True) for one in definitions(data)}
+        self.subgraphs = {inner["id"]: Graph(inner, inside=True) for inner in definitions(data)}
         self.uses: dict[Graph, list[tuple[Graph, Node]]] = {self.root: []}
         """Graphs that run -> the nodes that use them. ``subgraphs`` also has unused graphs."""
         queue = [self.root]
@@ -260,13 +273,13 @@ class Workflow:
     def next_id(self, of: str) -> int:
         """Return an id that no node, or no link, of any graph has; ``of`` is ``"node"`` or ``"link"``."""
         every = [self.root, *self.subgraphs.values()]
-        kept = [self.data.get(f"last_{of}_id") or 0, *(_state(one).get(f"last{of.title()}Id", 0) for one in every)]
-        used = [int(i) for one in every for i in one.times[of] if str(i).isdigit()]
+        kept = [self.data.get(f"last_{of}_id") or 0, *(_state(graph).get(f"last{of.title()}Id", 0) for graph in every)]
+        used = [int(i) for graph in every for i in graph.times[of] if str(i).isdigit()]
         found = max([*kept, *used]) + 1
         self.data[f"last_{of}_id"] = found
-        for one in every:
-            if _state(one):
-                _state(one)[f"last{of.title()}Id"] = found
+        for graph in every:
+            if _state(graph):
+                _state(graph)[f"last{of.title()}Id"] = found
         return found
 
     def left_alone(self) -> str:
@@ -291,8 +304,8 @@ class Workflow:
     def beyond(self, graph: Graph, link: Link, kind: str) -> Iterator[Port]:
         """Yield the ports where a link's values go on: behind nodes that pass them on or output the kind."""
         node = graph.nodes.get(link.target)
-        for one in graph.spread(link, kind):
-            yield from self.beyond(graph, one, kind)
+        for wire in graph.spread(link, kind):
+            yield from self.beyond(graph, wire, kind)
         if node is None:  # an output of the subgraph
             yield from (Port(outer, use["id"], link.target_slot) for outer, use in self.uses.get(graph, ()))
         elif node.get("mode", 0) == BYPASSED:
@@ -307,8 +320,8 @@ class Workflow:
             yield Port(graph, node["id"], 0)
             if node["type"] == SET:
                 name = name_of(node)  # a Set also serves Gets of subgraphs without a Set of its name
-                yield from (Port(one, get["id"], 0) for one in self.uses for get in one.named(GET, name)
-                            if get.get("mode", 0) != MUTED and (one is graph or not one.named(SET, name)))
+                yield from (Port(holder, get["id"], 0) for holder in self.uses for get in holder.named(GET, name)
+                            if get.get("mode", 0) != MUTED and (holder is graph or not holder.named(SET, name)))
         else:
             kinds = (kind, "*") if kind_of(node["inputs"][link.target_slot]) == "*" else (kind,)
             yield from (Port(graph, node["id"], i) for i, made in graph.made(node).items() if made in kinds)
@@ -317,7 +330,7 @@ class Workflow:
         """Yield all real nodes that a link leads to, in the end, with the graphs that hold them."""
         seen, queue = set(), [(graph, link)]
         for current, wire in queue:
-            queue += [(current, one) for one in current.spread(wire, kind)]
+            queue += [(current, made) for made in current.spread(wire, kind)]
             node = self.reader(current, wire)
             if node is not None:
                 yield current, node
@@ -326,17 +339,7 @@ class Workflow:
             for port in self.beyond(current, wire, kind):
                 if port not in seen:
                     seen.add(port)
-                    queue += [(port.graph, one) for one in port.graph.links_of(port.node, port.slot)]
-
-
-def change(data: Data, how: Callable[[Workflow], T]) -> T:
-    """Change a workflow in place, and return the function's result.
-
-    Raises:
-        WorkflowError: it is no workflow, or is damaged.
-    """
-    with as_workflow_error():
-        return how(Workflow(data))
+                    queue += [(port.graph, link) for link in port.graph.links_of(port.node, port.slot)]
 
 
 @contextmanager
@@ -350,23 +353,33 @@ def as_workflow_error() -> Iterator[None]:
         raise WorkflowError(f"it is damaged ({type(error).__name__}: {str(error)[:200]})") from error
 
 
+@as_workflow_error()
+def change(data: Data, how: Callable[[Workflow], T]) -> T:
+    """Change a workflow in place, and return the function's result.
+
+    Raises:
+        WorkflowError: it is no workflow, or is damaged.
+    """
+    return how(Workflow(data))
+
+
 def check_format(data: Data) -> None:
     """Refuse data that is no workflow in UI format 0.4."""
     if not isinstance(data.get("nodes"), list) or not isinstance(data.get("links"), list):
         raise WorkflowError("this is no workflow in UI format: it has no lists 'nodes' and 'links'")
     if data.get("version") != 0.4:
-        raise WorkflowError(f"only workflows of version 0.4 are understood, this one is {data.get('version')!r}")
+        raise WorkflowError(f"only workflows of version 0.4 are understood, this is {data.get('version')!r}")
 
 
 def definitions(data: Data) -> Iterator[Data]:
     """Yield the definitions of all subgraphs, also of nested ones."""
-    for one in (data.get("definitions") or {}).get("subgraphs") or []:
-        yield one
-        yield from definitions(one)
+    for inner in (data.get("definitions") or {}).get("subgraphs") or []:
+        yield inner
+        yield from definitions(inner)
 
 
 def is_ours(node: Node) -> bool:
-    """Tell whether a node is one of this pack's."""
+    """Tell whether a node is this pack's."""
     return node["type"].startswith("TRT")
 
 
@@ -379,7 +392,7 @@ def name_of(node: Node) -> Any:
 def _inner_slot(inner: Data, use: Node, slot: int) -> int:
     """Return the input of a subgraph that an input of its node stands for."""
     name = use["inputs"][slot]["name"]
-    return next((i for i, one in enumerate(inner.get("inputs") or []) if one["name"] == name), slot)
+    return next((i for i, socket in enumerate(inner.get("inputs") or []) if socket["name"] == name), slot)
 
 
 def _state(graph: Graph) -> Data:

@@ -1,4 +1,4 @@
-"""Turns a saved workflow (UI format 0.4) into an API prompt as ComfyUI's page does, without a browser.
+"""API prompts: made of saved workflows (UI format 0.4) as ComfyUI's page does, and rewired as workflows are.
 
 Not covered: random choices such as {a|b} and %replacements% in texts (left as they are), and widgets that other packs'
 JavaScript makes.
@@ -7,8 +7,8 @@ JavaScript makes.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple, TypeVar
 
 from .graph import (
     BYPASSED,
@@ -18,17 +18,18 @@ from .graph import (
     OUTPUT_NODE,
     REROUTES,
     SET,
+    Graph,
     Link,
+    Workflow,
     WorkflowError,
     as_workflow_error,
     check_format,
     definitions,
     name_of,
 )
-from .sockets import bypass_slot, kind_of
+from .node_data import Data, Node, bypass_slot, kind_of
 
-Workflow = dict[str, Any]
-Node = dict[str, Any]
+T = TypeVar("T")
 Prompt = dict[str, dict[str, Any]]
 ObjectInfo = dict[str, Any]
 Source = tuple[str, int]
@@ -42,8 +43,9 @@ SEEDS = ("seed", "noise_seed")
 UPLOADS = ("image_upload", "video_upload", "animated_image_upload")
 
 
-def to_prompt(workflow: Workflow, object_info: ObjectInfo) -> Prompt:
-    """The API prompt of a workflow.
+@as_workflow_error()
+def to_prompt(workflow: Data, object_info: ObjectInfo) -> Prompt:
+    """Return the API prompt of a workflow.
 
     Args:
         workflow: UI format 0.4, as saved, exported or made by `app.graph.serialize()`.
@@ -52,11 +54,6 @@ def to_prompt(workflow: Workflow, object_info: ObjectInfo) -> Prompt:
     Raises:
         WorkflowError: it has another format, is damaged, or has nodes that the server does not know.
     """
-    with as_workflow_error():
-        return _prompt_of(workflow, object_info)
-
-
-def _prompt_of(workflow: Workflow, object_info: ObjectInfo) -> Prompt:
     check_format(workflow)
     graph = _Flat(workflow)
     for node in graph.nodes.values():
@@ -87,11 +84,11 @@ class Widget(NamedTuple):
 
     name: str
     value: Any
-    sent: bool = True  #: whether the server gets to see it
+    sent: bool = True  #: False: the server does not get it
 
 
 def widgets_of(node: Node, object_info: ObjectInfo) -> list[Widget]:
-    """A node's widgets in the page's order with their saved values."""
+    """Return a node's widgets in the page's order with their saved values."""
     info = object_info.get(node["type"])
     if info is None:
         raise WorkflowError(f"the server has no node {node['type']} (node {node['id']} of the workflow)")
@@ -102,7 +99,7 @@ def widgets_of(node: Node, object_info: ObjectInfo) -> list[Widget]:
 
 
 def input_specs(groups: dict[str, Any], order: dict[str, list[str]] | None = None) -> list[tuple[str, list[Any]]]:
-    """Names and specifications in the order of the page's widgets: the required ones first."""
+    """Return names and specifications in the order of the page's widgets: required inputs first."""
     inputs = []
     for group in ("required", "optional"):
         specs = groups.get(group) or {}
@@ -115,7 +112,7 @@ def input_specs(groups: dict[str, Any], order: dict[str, list[str]] | None = Non
 def assign(
     inputs: list[tuple[str, list[Any]]], prefix: str, value_of: Callable[[str, Any], Any]
 ) -> Iterator[Widget]:
-    """The widgets among some inputs. `value_of` is asked for name and default, in the page's order."""
+    """Yield the widgets among some inputs. `value_of` is asked for name and default, in the page's order."""
     for name, spec in inputs:
         kind, options, full = spec[0], _options(spec), prefix + name
         if kind == "IMAGEUPLOAD":
@@ -149,7 +146,7 @@ def _default(kind: Any, options: dict[str, Any]) -> Any:
 
 
 def _controls(name: str, kind: Any, options: dict[str, Any]) -> list[tuple[str, str]]:
-    """The widgets that follow a widget and change it after a run, with defaults: a mode, and for combos a filter."""
+    """Return the widgets that change a widget after a run, with defaults: a mode, and for combos a filter."""
     if not options.get("control_after_generate", kind == "INT" and name in SEEDS):
         return []
     controls = [("control_after_generate", "randomize"), ("control_filter_list", "")]
@@ -170,13 +167,13 @@ class _Flat:
     A node in a subgraph has the id that prompts give it, as "2:5". Inputs and outputs of subgraphs become reroutes.
     """
 
-    def __init__(self, workflow: Workflow) -> None:
+    def __init__(self, workflow: Data) -> None:
         self.nodes: dict[str, Node] = {}
         self.links: dict[str, Source] = {}
-        self._subgraphs = {one["id"]: one for one in definitions(workflow)}
+        self._subgraphs = {inner["id"]: inner for inner in definitions(workflow)}
         self._add(workflow, "", {})
 
-    def _add(self, graph: Workflow, prefix: str, outer: dict[Any, Any]) -> None:
+    def _add(self, graph: Data, prefix: str, outer: dict[Any, Any]) -> None:
         """Add a graph; ``outer`` has the inputs of the Set nodes around it by name."""
         def sockets(node: Node) -> list[dict[str, Any]]:
             return [{**socket, "link": None if (link := socket.get("link")) is None else f"{prefix}{link}"}
@@ -205,14 +202,16 @@ class _Flat:
     def _open(self, use: Node, outer: dict[Any, Any]) -> None:
         """Add the inside of a subgraph where a node uses it. Its widgets' values enter as primitives."""
         inner, inside = self._subgraphs[use["type"]], f"{use['id']}:"
-        shown, values = [one["name"] for one in use["inputs"] if one.get("widget")], use.get("widgets_values") or []
+        shown = [socket["name"] for socket in use["inputs"] if socket.get("widget")]
+        values = use.get("widgets_values") or []
         known = dict(zip(shown, values, strict=True)) if len(values) == len(shown) else {}
         for slot, socket in enumerate(inner.get("inputs") or []):
-            outer = next((one for one in use["inputs"] if one["name"] == socket["name"]), {**socket, "link": None})
-            fixed = outer["link"] is None and socket["name"] in known
+            name = socket["name"]
+            given = next((fed for fed in use["inputs"] if fed["name"] == name), {**socket, "link": None})
+            fixed = given["link"] is None and name in known
             self.nodes[f"{inside}in:{slot}"] = {
-                "id": f"{inside}in:{slot}", "type": "PrimitiveNode" if fixed else REROUTES[0], "inputs": [outer],
-                "outputs": [socket], "widgets_values": [known.get(socket["name"])],
+                "id": f"{inside}in:{slot}", "type": "PrimitiveNode" if fixed else REROUTES[0], "inputs": [given],
+                "outputs": [socket], "widgets_values": [known.get(name)],
             }
         out = {link.target_slot: link for link in map(Link.of, inner.get("links") or []) if link.target == OUTPUT_NODE}
         for slot, socket in enumerate(inner.get("outputs") or []):
@@ -223,7 +222,7 @@ class _Flat:
 
     def source_of_input(self, node: Node, slot: int, kind: Any = None, seen: frozenset[Any] = frozenset()
                         ) -> Source | None:
-        """The real node and output that feed an input in the end, or None."""
+        """Return the real node and output that feed an input in the end, or None."""
         if (node["id"], slot) in seen:
             raise WorkflowError(f"the links into node {node['id']} ({node['type']}) run in a circle")
         socket = node["inputs"][slot]
@@ -263,10 +262,71 @@ class _Flat:
 
 
 def _sockets(node: Node, object_info: ObjectInfo) -> list[dict[str, Any]]:
-    """A node's inputs with its widgets' inputs, which the page adds where a file lacks them."""
+    """Return a node's inputs with its widgets' inputs, which the page adds where a file lacks them."""
     listed = node.get("inputs") or []
     names = {socket["name"] for socket in listed}
     groups = object_info[node["type"]]["input"]
     kinds = {name: spec[0] for group in ("required", "optional") for name, spec in groups.get(group, {}).items()}
     more = [w.name for w in widgets_of(node, object_info) if w.sent and w.name not in names]
     return [*listed, *({"name": name, "type": str(kinds.get(name, "COMBO")), "link": None} for name in more)]
+
+
+def is_prompt(data: Any) -> bool:
+    """Tell whether data is a workflow in API format."""
+    entries = list(data.values()) if isinstance(data, Mapping) else []
+    return bool(entries) and all(isinstance(entry, Mapping) and isinstance(entry.get("class_type"), str)
+                                 and isinstance(entry.get("inputs"), dict) for entry in entries)  # fmt: skip
+
+
+@as_workflow_error()
+def change_prompt(prompt: Prompt, object_info: ObjectInfo, how: Callable[[Workflow], T]) -> T:
+    """Change an API prompt in place by a function for workflows, and return its result.
+
+    Raises:
+        WorkflowError: it has nodes that ComfyUI does not know, or is damaged.
+    """
+    workflow = Workflow(_drawn(prompt, object_info))
+    answer = how(workflow)
+    _write_back(workflow.root, prompt, object_info)
+    return answer
+
+
+def _write_back(graph: Graph, prompt: Prompt, object_info: ObjectInfo) -> None:
+    for gone in prompt.keys() - set(map(str, graph.nodes)):
+        del prompt[gone]
+    for node in graph.nodes.values():
+        entry = prompt.setdefault(str(node["id"]), {"class_type": node["type"], "inputs": {
+            widget.name: widget.value for widget in widgets_of(node, object_info) if widget.sent
+        }})  # fmt: skip
+        for socket in node["inputs"]:
+            link = graph.links.get(socket["link"])
+            if link is not None:
+                entry["inputs"][socket["name"]] = [str(link.origin), link.slot]
+            elif socket["link"] is None:
+                entry["inputs"].pop(socket["name"], None)
+
+
+def _drawn(prompt: Prompt, object_info: ObjectInfo) -> dict[str, Any]:
+    nodes: list[dict[str, Any]] = []
+    links: list[list[Any]] = []
+    for key, entry in prompt.items():
+        info = object_info.get(entry["class_type"])
+        if info is None:
+            raise WorkflowError(f"ComfyUI has no node {entry['class_type']} (node {key} of the workflow)")
+        kinds = {name: spec[0] for group in info["input"].values() if isinstance(group, Mapping)
+                 for name, spec in group.items()}  # fmt: skip
+        node = {"id": key, "type": entry["class_type"], "inputs": [],
+                "widgets_values": [value for value in entry["inputs"].values() if isinstance(value, str)]}  # fmt: skip
+        for name, value in entry["inputs"].items():
+            if is_link(value) and value[0] in prompt:
+                kind = _kind(kinds.get(name, "*"))
+                links.append([len(links) + 1, value[0], value[1], key, len(node["inputs"]), kind])
+                node["inputs"].append({"name": name, "type": kind, "link": len(links)})
+        node["outputs"] = [{"name": str(made), "type": _kind(made), "links": []} for made in info["output"]]
+        nodes.append(node)
+    return {"version": 0.4, "nodes": nodes, "links": links}
+
+
+def _kind(declared: Any) -> str:
+    """Return a type as workflows have it: types that depend on other inputs become any."""
+    return "*" if not isinstance(declared, str) or declared.startswith("COMFY_") else declared

@@ -50,7 +50,7 @@ class ResultCache:
     """Cache of the results for the latest sources, for example control images.
 
     ComfyUI makes one tensor per image and size and gives the same object to every step, so the object is the key; of
-    prompts ``sampling.steady_prompts`` sees to that. An in-place change shows in its version, or in its values if it
+    prompts ``sampling.run_inputs`` sees to that. An in-place change shows in its version, or in its values if it
     has no version.
     """
 

@@ -11,9 +11,8 @@ import torch
 from comfy.controlnet import ControlBase, ControlNet
 
 from ..comfy_model.comfyui_shims import give_hint
-from ..comfy_model.whose_code import makes_hints_as_comfyui
-from .settings import AS_CONNECTED, EDGES, THE_FRAME
-from .transfers import upload
+from ..sampling.hint_cache import dtype_of, hint_size, takes_plain_hint
+from .frames import AS_CONNECTED, EDGES, THE_FRAME, upload
 
 Conditioning = list[list[Any]]
 
@@ -24,7 +23,7 @@ LOW, HIGH = 0.4, 0.8
 class ControlImages:
     """The ControlNets of a stream's conditionings.
 
-    They are copies: the nodes' own are left as they are, for other nodes and for the next prompt.
+    They are copies, so that the nodes' own stay as they are for other nodes and the next prompt.
 
     Attributes:
         positive, negative: the conditionings with the copies.
@@ -35,7 +34,7 @@ class ControlImages:
     def __init__(self, positive: Conditioning, negative: Conditioning, follow: str, device: torch.device):
         """
         Args:
-            follow: one of ``settings.FOLLOW``.
+            follow: one of ``FOLLOW``.
             device: where the ControlNets run.
         """
         self._device = device
@@ -72,11 +71,11 @@ class ControlImages:
         for control, strength in zip(self.controls, strengths, strict=False):
             control.strength = float(strength)
 
-    def why_apart(self) -> str:
+    def why_no_batch(self) -> str:
         """Return why one call cannot have the hints of several frames at several steps; empty if it can."""
         if any(tuple(control.timestep_percent_range) != (0.0, 1.0) for control in self.controls):
             return "a ControlNet acts on a part of the steps"
-        return "" if all(map(_makes_hint_here, self.controls)) else "a ControlNet is of a kind with hints of its own"
+        return "" if all(map(takes_plain_hint, self.controls)) else "a ControlNet is of a kind with hints of its own"
 
     def alike(self, number: int, other: int) -> bool:
         """Tell whether two frames have the same control images, if these are not made from the frames."""
@@ -123,8 +122,8 @@ class ControlImages:
             frame: (1, H, W, 3).
             there: the frame on the device, if it is there already.
             made: images that nodes made from this frame, by the number of their ControlNet.
-            latent: one of the frame's shape, on any device. The hints are made at once where ComfyUI's own code would
-                make them in the first step, and would wait for the device. None leaves all of them to ComfyUI.
+            latent: a latent of the frame's shape, on any device. The hints are made at once where ComfyUI's own code
+                would make them in the first step, and would wait for the device. None leaves all of them to ComfyUI.
         """
         made = made or {}
         edges = _edges(frame) if self._follow == EDGES and len(made) < len(self.controls) else None
@@ -132,21 +131,22 @@ class ControlImages:
             given = self._given[place]
             if given is None:
                 continue
-            index = number % given.shape[0]
-            source = (index, given) if self._follow == AS_CONNECTED and place not in made else (number, None)
-            size = None if latent is None else tuple(latent.shape[2:])
-            if self._set[place] == (source[0], size) and source[1] is not None and size is not None:
-                continue  # the same image as before
-            self._set[place] = (source[0], size)
-            of_frame = made.get(place, frame if edges is None else edges)
-            image = given[index : index + 1] if source[1] is not None else _as_hint(of_frame)
+            if self._follow == AS_CONNECTED and place not in made:
+                index = number % given.shape[0]
+                known = None if latent is None else (index, tuple(latent.shape[2:]))
+                if known is not None and self._set[place] == known:
+                    continue  # the same image as before
+                image = given[index : index + 1]
+            else:
+                known, image = None, _as_hint(made.get(place, frame if edges is None else edges))
+            self._set[place] = known
             control.cond_hint_original = image
             control.cond_hint = control.extra_concat = None
             self.hints.pop(place, None)
-            if latent is not None and _makes_hint_here(control):
+            if latent is not None and takes_plain_hint(control):
                 follows = self._follow == THE_FRAME and place not in made
-                known = _as_hint(there) if follows and there is not None else None
-                self.hints[place] = self._hint(control, image, latent, known)
+                uploaded = _as_hint(there) if follows and there is not None else None
+                self.hints[place] = self._hint(control, image, latent, uploaded)
                 give_hint(control, latent, self.hints[place])
 
     def _hint(
@@ -157,15 +157,14 @@ class ControlImages:
         Args:
             there: the image on the device, if it is there already.
         """
-        ratio, dtype = control.compression_ratio, control.manual_cast_dtype or control.control_model.dtype
-        size = latent.shape[2] * ratio, latent.shape[3] * ratio
+        size = hint_size(control, latent)
         if tuple(image.shape[2:]) != size or control.upscale_algorithm != "nearest-exact":
             # in main memory, as ComfyUI does: a device may round positions in another way
             image = comfy.utils.common_upscale(image, size[1], size[0], control.upscale_algorithm, "center")
             there = None
         with torch.inference_mode(False), torch.no_grad():
             there = upload(image, self._device) if there is None else there
-            return control.preprocess_image(there).to(dtype, copy=True)
+            return control.preprocess_image(there).to(dtype_of(control), copy=True)
 
     def end(self) -> None:
         """Free what the ControlNets hold."""
@@ -182,12 +181,3 @@ def _edges(frame: torch.Tensor) -> torch.Tensor:
     from comfy_extras.nodes_canny import Canny
 
     return Canny.execute(frame[..., :3], LOW, HIGH).args[0]
-
-
-def _makes_hint_here(control: ControlBase) -> bool:
-    """Tell whether ``ControlImages`` can make a control's hint in ComfyUI's place."""
-    if type(control) is not ControlNet or control.vae is not None or control.latent_format is not None:
-        return False
-    if control.concat_mask or control.extra_concat_orig or control.multigpu_clones:
-        return False
-    return makes_hints_as_comfyui(control)

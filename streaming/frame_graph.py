@@ -18,8 +18,8 @@ from typing import Any
 import torch
 
 from ..architectures import Role
+from ..sampling.engine_handle import Calls, calls_listed
 from ..sampling.nan_guard import Watch, watched_apart
-from ..sampling.served_calls import Calls, calls_listed
 from ..sessions.cuda_capture import Capture, LargerGraph, part_of
 from ..sessions.cuda_graphs import GraphCache
 from .open_sampling import Noise
@@ -70,7 +70,7 @@ class FrameInputs:
 
 @dataclass(frozen=True)
 class Made:
-    """The pixels of a frame (1, H, W, 3); where frames are in work, also their latents after the step, and its own."""
+    """The pixels of a frame (1, H, W, 3); of frames in work also the finished latent, and ``work`` after the step."""
 
     pixels: torch.Tensor
     latent: torch.Tensor | None = None

@@ -107,7 +107,7 @@ class FrameNodes:
         self._nodes = [self._node(name, names) for name in self._needed(names)]
 
     def _link_of(self, hint: torch.Tensor | None, names: Sequence[str]) -> Link | None:
-        """Return the output that gave a ControlNet's image: the last one with the very same pixels."""
+        """Return the output that gave a ControlNet's image: the last with the very same pixels."""
         if hint is None:
             return None
         for name in reversed(names):

@@ -15,12 +15,14 @@ from comfy import model_management
 
 from ..comfy_model.comfyui_internals import Feature, works
 from ..comfy_model.whose_code import is_known
-from .transfers import upload
+from .frames import upload
 
 if TYPE_CHECKING:
     from comfy.sd import VAE
 
 log = logging.getLogger(__name__)
+
+Code = Callable[[torch.Tensor], torch.Tensor]
 
 
 class FrameVAE:
@@ -29,7 +31,7 @@ class FrameVAE:
     def __init__(self, vae: VAE, reload: Callable[[], None], stays_loaded: bool):
         """
         Args:
-            stays_loaded: whether it is loaded for as long as the stream runs; else ComfyUI's own methods load it.
+            stays_loaded: True if it is loaded for as long as the stream runs; else ComfyUI's own methods load it.
         """
         self._vae = vae
         self._reload = reload
@@ -42,21 +44,11 @@ class FrameVAE:
 
     def encode(self, image: torch.Tensor) -> torch.Tensor:
         """Return the latent of an image (1, H, W, 3), on the VAE's device or in main memory."""
-        if self._plain:
-            try:
-                return self._encode(image)
-            except Exception as error:
-                self._give_up(error)
-        return self._stock(self._vae.encode, image)
+        return self._run(self._encode, self._vae.encode, image)
 
     def decode(self, latent: torch.Tensor) -> torch.Tensor:
         """Return the picture (1, H, W, 3) of a latent, 0 to 1, on the VAE's device or in main memory."""
-        if self._plain:
-            try:
-                return self._decode(latent)
-            except Exception as error:
-                self._give_up(error)
-        picture = self._stock(self._vae.decode, latent)
+        picture = self._run(self._decode, self._vae.decode, latent)
         return picture.reshape(-1, *picture.shape[-3:]) if picture.ndim == 5 else picture
 
     def _encode(self, image: torch.Tensor) -> torch.Tensor:
@@ -73,21 +65,23 @@ class FrameVAE:
         vae.process_output(picture)
         return picture.movedim(1, -1)
 
-    def _give_up(self, error: Exception) -> None:
-        """Use ComfyUI's own methods from now on, which decode in tiles; re-raise errors not about memory."""
-        model_management.raise_non_oom(error)
-        log.warning("Hybrid TRT: the VAE lacks memory, so ComfyUI's own way takes its place. Frames take longer.")
-        self._plain = False
-
-    def _stock(self, call: Callable[[torch.Tensor], torch.Tensor], given: torch.Tensor) -> torch.Tensor:
+    def _run(self, plain: Code, stock: Code, given: torch.Tensor) -> torch.Tensor:
+        """Run plain code, or ComfyUI's own, which decodes in tiles: from the first call on that lacks memory."""
+        if self._plain:
+            try:
+                return plain(given)
+            except Exception as error:
+                model_management.raise_non_oom(error)
+            log.warning("Hybrid TRT: the VAE lacks memory, so ComfyUI's own way takes its place. Frames take longer.")
+            self._plain = False
         try:
-            return call(given)
+            return stock(given)
         finally:
             self._reload()
 
 
 def _is_plain(vae: VAE) -> bool:
-    """Tell whether a VAE is an unmodified one for pictures (channels, height, width)."""
+    """Tell whether a VAE is unmodified, and for pictures (channels, height, width)."""
     if not works(Feature.STREAMS) or type(vae).__module__ != "comfy.sd":
         return False
     ours = (vae.encode, vae.decode, vae.process_input, vae.process_output, vae.vae_encode_crop_pixels)

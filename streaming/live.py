@@ -1,7 +1,7 @@
 """Live frames: a program or a page gives frames while the node runs, and takes their pictures.
 
 The newest frame wins, and so does the newest picture: one of each waits, whatever the speed of either side. A session
-has one client at a time; another may come after it while the node runs. Nothing here knows how either is connected.
+has one client at a time; the next may come after it while the node runs. Nothing here knows how either is connected.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ class LiveSession:
 
     Attributes:
         settings: the settings that may be changed, with the values of the latest frame.
-        steps_as_batch: whether pictures come some frames later, one less than there are steps.
-        stopped: whether its client ended the stream.
+        steps_as_batch: True if pictures come later by as many frames as there are steps, less one.
+        stopped: True if its client ended the stream.
         over: why no more frames are taken, a sentence; empty while frames are taken.
     """
 
@@ -225,7 +225,7 @@ def open_session(
     """Let a client join for as long as the block lasts; ``settings`` has the settings that may be changed.
 
     Args:
-        patience: seconds to wait for a client, the first one or the next.
+        patience: seconds to wait for a client, the first or the next.
 
     Raises:
         Busy: another node streams live on this device.
@@ -258,7 +258,8 @@ def sessions() -> list[LiveSession]:
 
 def session_of(token: str) -> LiveSession | None:
     """Return the session that a token belongs to."""
-    return next((one for one in sessions() if secrets.compare_digest(one.token.encode(), token.encode())), None)
+    found = (known for known in sessions() if secrets.compare_digest(known.token.encode(), token.encode()))
+    return next(found, None)
 
 
 def watch(watcher: Callable[[str, bool], None]) -> None:

@@ -16,17 +16,17 @@ from comfy import model_management, sampler_helpers
 from comfy.patcher_extension import CallbacksMP, WrappersMP
 
 from ..comfy_model.comfyui_internals import Feature, works
-from ..sampling.device_inputs import sigmas_on_device
 from ..sampling.model_wrapper import KEY
 from ..sampling.run_context import others_take_part
+from ..sampling.run_inputs import sigmas_on_device
+from .frames import upload
 from .prompt_inputs import Prompts, prompts_of, with_tensors
-from .transfers import upload
 
 if TYPE_CHECKING:
     from comfy.model_patcher import ModelPatcher
 
     from .control_images import Conditioning
-    from .settings import Settings
+    from .frames import Settings
 
 PER_RUN = ("OUTER_SAMPLE", "PREPARE_SAMPLING", "SAMPLER_SAMPLE"), ("ON_PRE_RUN", "ON_CLEANUP")
 """Kinds of wrappers and of callbacks that ComfyUI calls once in each sampling."""
@@ -85,7 +85,7 @@ class OpenSampling(comfy.samplers.Sampler):
         """Run the frames. ComfyUI calls this when models are loaded and conditionings are prepared."""
         self._guider, self._options = model_wrap, extra_args["model_options"]
         loaded = model_management.loaded_models(only_currently_used=True)
-        self._models = [one for one in loaded if one is not None]  # None is a model that was freed
+        self._models = [model for model in loaded if model is not None]  # None is a model that was freed
         model = model_wrap.model_patcher
         with sigmas_on_device(model), _memory_asked_once(model), _nothing_collected():
             self._frames()
@@ -96,7 +96,7 @@ class OpenSampling(comfy.samplers.Sampler):
         self._new = conds
 
     def reload(self) -> None:
-        """Load the models of the open sampling again if others replaced them."""
+        """Load the models of the open sampling again if other models replaced them."""
         if self._models:
             model_management.load_models_gpu(self._models)
 
@@ -123,12 +123,12 @@ class OpenSampling(comfy.samplers.Sampler):
     def step_all(
         self, latent: torch.Tensor, noise: Noise, work: torch.Tensor, settings: Settings
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Take all frames in work a step further, in one call; return the oldest sampled latent, and the others.
+        """Take all frames in work a step further, in one call; return the oldest sampled latent, and the rest.
 
         Args:
             latent: latent of the new frame, which has its first step.
             noise: its noise at the start; ``steps`` has the noise added to the frames after each step.
-            work: latents of the frames before, the newest first, each a step further than the next newer one.
+            work: latents of the frames before, the newest first, each a step further than the next newer latent.
         """
         guider = self._guider
         schedule, sampling = self._schedule_of(settings, work.device), guider.inner_model.model_sampling
@@ -329,7 +329,7 @@ def _where_read(sampler_name: str, sigmas: torch.Tensor) -> torch.Tensor:
 
 
 def why_one_by_one(model: ModelPatcher, conds: dict[str, Conditioning]) -> str:
-    """Return why each frame of a stream has to be a sampling of its own, a sentence; empty if they may share one."""
+    """Return why each frame has to be a sampling of its own, a sentence; empty if frames may share a sampling."""
     why = _why_apart(model, conds)
     return f"Each frame was a sampling of its own, which takes longer: {why}." if why else ""
 
@@ -342,7 +342,7 @@ def _why_apart(model: ModelPatcher, conds: dict[str, Conditioning]) -> str:
     if model.get_additional_models_with_key("multigpu"):
         return "MultiGPU shares each step among GPUs"
     if model.get_model_object("latent_format").latent_dimensions != 2:
-        return "latents of this kind of model are those of videos"
+        return "this kind of model has latents of videos"
     if (name := _acts_on_runs(model)) is not None:
         return f"another node ({name}) acts on each sampling"
     guider = comfy.samplers.CFGGuider(model)

@@ -1,4 +1,4 @@
-"""The loop of a stream: a frame is started before the picture of the one before is taken from the device.
+"""The loop of a stream: a frame is started before the picture of the frame before is taken from the device.
 
 Where frames are in work at several steps, a picture is done some frames later; the order stays the same.
 """
@@ -8,27 +8,95 @@ from __future__ import annotations
 import itertools
 import logging
 import time
-from collections import deque
-from collections.abc import Callable, Iterator
+from collections import OrderedDict, deque
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from functools import partial
 
 import torch
 from comfy import model_management
 
-from ..sampling.frame_times import FrameTimes
 from ..sampling.nan_guard import NOT_FINITE, native_again
 from .frame_graph import Picture
-from .frames import Frame, Source
+from .frames import Frame, Source, download, mean_difference
 from .stream import Stream
-from .transfers import download, mean_difference
 
 log = logging.getLogger(__name__)
+
+MOST = 10_000
+"""Number of a stream's latest frames that its figures cover."""
+MAX_STREAMS = 64
+"""Streams whose times are remembered; the oldest is forgotten first."""
+
+
+class FrameTimes:
+    """Milliseconds from one picture to the next, less the time that a stream waited for a frame.
+
+    Attributes:
+        count: pictures given so far.
+        repeated: pictures that repeat an earlier picture, because the frames were alike.
+        again: pictures that native made again, because an engine gave NaN.
+        one_by_one: why each frame is a sampling of its own, as stock nodes do it; empty if it is not.
+        steps_apart: why the steps of its frames are no batch although they were to be, a sentence.
+    """
+
+    def __init__(self) -> None:
+        self.count = self.repeated = self.again = 0
+        self.one_by_one = self.steps_apart = ""
+        self._ms: deque[float] = deque(maxlen=MOST)
+
+    def add(self, ms: float) -> None:
+        """Count a picture."""
+        self.count += 1
+        self._ms.append(ms)
+
+    def percentile(self, percent: float) -> float:
+        """Return the percentile of the frames' times; 0 without frames."""
+        ordered = sorted(self._ms)
+        return ordered[min(len(ordered) - 1, int(len(ordered) * percent / 100))] if ordered else 0.0
+
+    @property
+    def fps(self) -> float:
+        """Frames a second that the stream can take."""
+        return 1000 * len(self._ms) / max(1e-9, sum(self._ms)) if self._ms else 0.0
+
+    def to_json(self) -> dict:
+        """Return the figures as data."""
+        shares = {f"p{percent}_ms": round(self.percentile(percent), 2) for percent in (50, 95, 99)}
+        counts = {"frames": self.count, "repeated": self.repeated, "again": self.again}
+        remarks = {"one_by_one": self.one_by_one, "steps_apart": self.steps_apart}
+        return {**counts, "fps": round(self.fps, 2), **shares, **remarks}
+
+    def sentence(self) -> str:
+        """Return the figures for people."""
+        p50, p95, p99 = (f"{self.percentile(percent):.1f}" for percent in (50, 95, 99))
+        text = f"Stream: {self.count} frames, {self.fps:.1f} a second; p50 {p50} ms, p95 {p95} ms, p99 {p99} ms"
+        if self.repeated:
+            text += f"; {self.repeated} repeated, because their frames were alike"
+        if self.again:
+            text += f"; {self.again} made again at normal speed"
+        return " ".join(filter(None, (f"{text}.", self.one_by_one, self.steps_apart)))
+
+
+_streams: OrderedDict[tuple[str, str], FrameTimes] = OrderedDict()
+
+
+def record_times(prompt_id: str, node_id: str, times: FrameTimes) -> None:
+    """Remember the times of the stream that a node runs; they may still grow."""
+    _streams[prompt_id, node_id] = times
+    _streams.move_to_end((prompt_id, node_id))
+    while len(_streams) > MAX_STREAMS:
+        _streams.popitem(last=False)
+
+
+def prompt_times(prompt_id: str, nodes: Collection[str]) -> list[FrameTimes]:
+    """Return the times of a prompt's streams, of some nodes."""
+    return [times for (prompt, node), times in list(_streams.items()) if prompt == prompt_id and node in nodes]
 
 
 @dataclass
 class _Started:
-    """A frame in work, or one whose picture the device may still compute.
+    """A frame in work, or a frame whose picture the device may still compute.
 
     Attributes:
         begun: time at which the host began the frame.
@@ -55,7 +123,7 @@ def run_stream(stream: Stream, source: Source, times: FrameTimes) -> torch.Tenso
     """Make the pictures of a source's frames until there are no more, and return the last; None without frames.
 
     Args:
-        times: takes the times; others may read them while the stream runs.
+        times: takes the times; other threads may read them while the stream runs.
     """
     times.one_by_one = stream.one_by_one
     frames, loop = source.frames(), _Loop(stream, source, times)

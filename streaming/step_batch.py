@@ -16,8 +16,8 @@ import torch
 from ..architectures import timestep_per_image
 from ..sampling.model_wrapper import KEY
 from .frame_graph import FrameInputs
+from .frames import STEPS_AS_BATCH
 from .open_sampling import Noise
-from .settings import STEPS_AS_BATCH
 
 if TYPE_CHECKING:
     from comfy.model_patcher import ModelPatcher
@@ -72,7 +72,7 @@ class StepBatch:
     def inputs(
         self, new: InWork, strengths: Mapping[int, torch.Tensor], prompts: Mapping[str, torch.Tensor]
     ) -> FrameInputs:
-        """Return the inputs of a call that takes all frames a step further, the new one its first."""
+        """Return the inputs of a call that takes all frames a step further; the new frame's first."""
         if not self._frames:
             self._frames = [replace(new, key=None)] * (self._steps - 1)
         frames = [new, *self._frames]
@@ -96,7 +96,7 @@ class StepBatch:
         return known[1]
 
 
-def why_apart(model: ModelPatcher, conds: Mapping[str, Conditioning], sampler_name: str) -> str:
+def why_no_batch(model: ModelPatcher, conds: Mapping[str, Conditioning], sampler_name: str) -> str:
     """Return why the steps of several frames cannot be one batch, a part of a sentence; empty if they can."""
     if sampler_name not in STEPS_AS_BATCH:
         return f"the sampler is neither {' nor '.join(STEPS_AS_BATCH)}"

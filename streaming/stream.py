@@ -19,23 +19,22 @@ import comfy.sample
 import comfy.samplers
 import torch
 from comfy import model_management
+from comfy.ldm.modules.attention import BasicTransformerBlock
 
 from ..architectures import Role
+from ..architectures.kept_tokens import KeptTokens
 from ..sampling.control_stack import has_engine
-from ..sampling.model_wrapper import encodes_prompts
+from ..sampling.model_wrapper import encodes_prompts, with_tokens_kept
 from ..sampling.nan_guard import watched_apart
 from ..sampling.several_gpus import COPIES
 from ..sessions.cuda_capture import LargerGraph, part_of
 from .control_images import Conditioning, ControlImages
 from .frame_graph import FrameGraph, FrameInputs, Made, Picture, with_sums
 from .frame_vae import FrameVAE
-from .frames import Changes
-from .kept_tokens import with_kept
+from .frames import LEAST_DENOISE, Changes, Settings, upload
 from .open_sampling import Noise, OpenSampling, why_one_by_one
 from .prompt_inputs import Prompts
-from .settings import LEAST_DENOISE, Settings
-from .step_batch import InWork, StepBatch, why_apart
-from .transfers import upload
+from .step_batch import InWork, StepBatch, why_no_batch
 
 if TYPE_CHECKING:
     from comfy.model_patcher import ModelPatcher
@@ -78,7 +77,7 @@ class Stream:
         self._open: OpenSampling | None = None
         self._edition = 0  # of the prompts
         self._controls_have_engines = all(map(has_engine, self.controls.controls))
-        self._options_of_others = any(map(model.model_options.get, OPTIONS))
+        self._has_foreign_options = any(map(model.model_options.get, OPTIONS))
         self._frame_nodes: FrameNodes | None = None
         self._graph = FrameGraph(model.load_device, self._made, self._made_of)
         self._batch: StepBatch | None = None
@@ -158,16 +157,16 @@ class Stream:
             self._decided_for = decided_for
             steps, self._batch, self.steps_apart = self._open.steps_of(self.settings), None, ""
             if steps > 1:
-                why = self._why_apart(shape)
+                why = self._why_no_batch(shape)
                 self.steps_apart = why and f"Frames were sampled one after another: {why}."
                 prompts = 1 if self.settings.cfg == 1 else 2
                 self._batch = None if why else StepBatch(steps, prompts, shape, self._model.load_device)
         return self._batch is not None
 
-    def _why_apart(self, shape: tuple[int, ...]) -> str:
+    def _why_no_batch(self, shape: tuple[int, ...]) -> str:
         if self._kept is not None:
             return "pictures depend on the frames before"
-        why = why_apart(self._model, self._conds, self.settings.sampler_name) or self.controls.why_apart()
+        why = why_no_batch(self._model, self._conds, self.settings.sampler_name) or self.controls.why_no_batch()
         if why:
             return why
         if not self._open.ends_clean(self.settings):
@@ -220,7 +219,7 @@ class Stream:
         """Return all settings that pictures depend on besides their inputs; None if they depend on more."""
         if not self._open.conds_are_fixed or not self.controls.hints_are_ours or not self._controls_have_engines:
             return None
-        if self._options_of_others or self._fills_kept:
+        if self._has_foreign_options or self._fills_kept:
             return None
         kept = None if self._kept is None else self._kept.edition
         texts = self._edition if prompts.form is None else prompts.form
@@ -331,6 +330,27 @@ class Stream:
             )  # fmt: skip
 
     def _reload(self) -> None:
-        """Load the models of the open sampling again if others replaced them."""
+        """Load the models of the open sampling again if other models replaced them."""
         if self._open:
             self._open.reload()
+
+
+def with_kept(model: ModelPatcher, frames: int) -> tuple[ModelPatcher, KeptTokens | None]:
+    """Return a clone whose self-attention sees so many earlier frames, and their memory; None for no frames.
+
+    Live weights may compute it too. File engines cannot.
+
+    Raises:
+        ValueError: this kind of model has no such place; the text is for the user.
+    """
+    if not frames:
+        return model.clone(), None
+    layers = model.get_model_object("diffusion_model").modules()
+    if not any(isinstance(layer, BasicTransformerBlock) for layer in layers):
+        raise ValueError(
+            "This kind of model cannot attend to earlier frames, only UNets can, so there are no pictures. "
+            "Set 'attend to earlier frames' of TRT Stream to 0."
+        )
+    kept, patched = KeptTokens(frames), with_tokens_kept(model.clone())
+    patched.set_model_attn1_patch(kept)
+    return patched, kept

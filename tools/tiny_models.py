@@ -33,6 +33,8 @@ from tiny_transformers import (
     flux_shapes,
     hunyuan_shapes,
     krea2_shapes,
+    ltx2_shapes,
+    minimax_h3_shapes,
     qwen_image_control_shapes,
     qwen_image_shapes,
     shapes_of,
@@ -147,7 +149,8 @@ def _write(recipe: Recipe, path: Path, pool: ThreadPoolExecutor) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_suffix(f".{os.getpid()}.tmp")
     try:
-        save_file(tensors, temporary, metadata={METADATA_KEY: recipe.digest})
+        settings = {"config": json.dumps({"transformer": recipe.parts[0].config})} if part.network == "ltx2" else {}
+        save_file(tensors, temporary, metadata={METADATA_KEY: recipe.digest, **settings})
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
@@ -361,7 +364,8 @@ _SHAPES: dict[str, Callable[[dict[str, Any]], Shapes]] = {
     "flux_pixel_controlnet": flux_pixel_controlnet_shapes,
     "quantised_flux": partial(_quantised_shapes, of=flux_shapes), "flux_lora": _flux_lora_shapes,
     "qwen_image": qwen_image_shapes, "krea2": krea2_shapes, "qwen_image_control": qwen_image_control_shapes,
-    "wan": wan_shapes, "anima": anima_shapes, "anima_lllite": anima_lllite_shapes, "hunyuan": hunyuan_shapes}
+    "wan": wan_shapes, "anima": anima_shapes, "anima_lllite": anima_lllite_shapes, "hunyuan": hunyuan_shapes,
+    "minimax_h3": minimax_h3_shapes, "ltx2": ltx2_shapes}
 _DRAW: dict[str, Callable[[Part, str, tuple[int, ...]], torch.Tensor]] = {
     "taesd": _draw_taesd, "vae": _draw_vae, "controlnet": _draw_controlnet,
     "flux_pixel_controlnet": _draw_controlnet, "control_lora": _draw_low_rank,

@@ -56,6 +56,23 @@ HUNYUAN_IMAGE21 = _HUNYUAN | {"in_channels": 64, "out_channels": 64, "patch_size
 HUNYUAN_REFINER = _HUNYUAN | {"in_channels": 128, "out_channels": 64, "patch_size": [1, 1, 1], "byt5": False,
                               "meanflow": True}
 
+#: All sizes of MiniMax H3 are in its file. A pruned one has a table in the place of what embeds times.
+MINIMAX_H3 = {"hidden_size": 256, "num_layers": 2, "token_refiner_num_layers": 1, "num_attention_heads": 2,
+              "attention_head_dim": 128, "ffn_hidden_size": 256, "text_dim": 64, "timestep_input_dim": 256,
+              "time_embed_hidden_size": 64, "time_embed_dim": 48, "rope_inv_freq_len": 16}
+MINIMAX_H3_PRUNED = MINIMAX_H3 | {"adaln_curve_grid": 33, "time_embed_dim": 8}
+
+#: The settings of LTX-2.0 are in its file; 2.3 moves the prompt by time, and gates each head.
+LTX2 = {"num_layers": 2, "num_attention_heads": 2, "attention_head_dim": 32, "cross_attention_dim": 64,
+        "audio_num_attention_heads": 2, "audio_attention_head_dim": 16, "audio_cross_attention_dim": 32,
+        "caption_channels": 48, "connector_num_attention_heads": 2, "connector_attention_head_dim": 24,
+        "connector_num_layers": 1, "rope_type": "split", "frequencies_precision": "float64",
+        "use_middle_indices_grid": True, "causal_temporal_positioning": True, "av_ca_timestep_scale_multiplier": 1000.0}
+LTX23 = LTX2 | {"caption_proj_before_connector": True, "cross_attention_adaln": True, "apply_gated_attention": True,
+                "connector_apply_gated_attention": True, "caption_projection_first_linear": False,
+                "connector_attention_head_dim": 32, "audio_connector_num_attention_heads": 2,
+                "audio_connector_attention_head_dim": 16}
+
 #: What ComfyUI reads off no file of Anima, and the rest of its sizes. What makes its prompts ready is small: ComfyUI
 #: has just one size of it, and runs it by itself.
 ANIMA = {"num_blocks": 2, "num_heads": 2}
@@ -223,6 +240,22 @@ def hunyuan_shapes(config: dict[str, Any]) -> Shapes:
     from comfy.ldm.hunyuan_video.model import HunyuanVideo
 
     return shapes_of(lambda: HunyuanVideo(**config, operations=comfy.ops.disable_weight_init))
+
+
+def minimax_h3_shapes(config: dict[str, Any]) -> Shapes:
+    """Names and shapes of a MiniMax H3's weights."""
+    import comfy.ops
+    from comfy.ldm.minimax.model import MiniMaxH3Model
+
+    return shapes_of(lambda: MiniMaxH3Model(**config, operations=comfy.ops.disable_weight_init))
+
+
+def ltx2_shapes(config: dict[str, Any]) -> Shapes:
+    """Names and shapes of an LTX-2's weights."""
+    import comfy.ops
+    from comfy.ldm.lightricks.av_model import LTXAVModel
+
+    return shapes_of(lambda: LTXAVModel(**config, operations=comfy.ops.disable_weight_init))
 
 
 def anima_shapes(config: dict[str, Any]) -> Shapes:

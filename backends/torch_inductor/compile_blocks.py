@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import combinations
 
 import torch
 
@@ -89,15 +90,16 @@ def _speed(taken: Mapping) -> dict:
 def _cases(task: LiveTask) -> list[dict[str, int]]:
     """The calls that tell which sizes of a block are free: the usual one, the least and a larger one.
 
-    The same again without what a call may go without.
+    The same again with each choice of what a call may go without.
     """
     usual = {symbol: served.opt for symbol, served in task.free.items() if symbol in task.sizes[0]}
     free = {symbol: task.free[symbol] for symbol in usual}
     least = {symbol: max(1, served.min) for symbol, served in free.items()}
     more = {symbol: min(served.opt + max(1, served.opt // MORE), served.max) for symbol, served in free.items()}
-    without = {symbol: 0 for symbol, served in free.items() if served.min == 0}
-    cases = [usual, least, more]
-    return [*cases, *({**case, **without} for case in cases if without)]
+    optional = [symbol for symbol, served in free.items() if served.min == 0]
+    choices = [dict.fromkeys(left_out, 0) for count in range(len(optional) + 1)
+               for left_out in combinations(optional, count)]  # fmt: skip
+    return [{**case, **without} for without in choices for case in (usual, least, more)]
 
 
 def _on_meta(task: LiveTask, sizes: Mapping[str, int]) -> list[torch.Tensor]:

@@ -19,9 +19,8 @@ from ...engine_library.safe_files import NOTES, read_bytes
 from ...engine_library.schema import loads_whole
 from ...node_names import ENGINE_NODES
 from ...saved_workflows.accelerate import accelerate
-from ...saved_workflows.api_format import change_prompt, is_prompt
 from ...saved_workflows.graph import Workflow, WorkflowError, change
-from ...saved_workflows.to_prompt import to_prompt
+from ...saved_workflows.to_prompt import change_prompt, is_prompt, to_prompt
 from . import comfyui
 
 PICTURE = 1 << 28

@@ -1,7 +1,7 @@
 """Reading a task: JSON that the server has written, see ``engine_builder.child_tasks``.
 
 Each has its ``step``, ``folder``, ``precision``, ``inputs`` and ``outputs``. One that needs the network has its
-``architecture`` and ``architecture_folders`` (where that may lie), ``structure`` and ``comfyui`` (where ComfyUI lies);
+``architecture`` and ``family_folders`` (where that may lie), ``structure`` and ``comfyui`` (where ComfyUI lies);
 one that needs its weights too has ``weights`` (name -> shape, offset, dtype) and ``weights_file``. One that needs the
 backend has its name in ``backend`` and in ``backend_folders`` where that may lie.
 """
@@ -11,7 +11,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ... import architectures, backends
+from ... import backends
+from ...architectures import architectures, families
 from ...architectures.shapes import TensorSpec
 
 if TYPE_CHECKING:
@@ -31,8 +32,8 @@ def tensors_of(task: Task) -> tuple[tuple[TensorSpec, ...], tuple[TensorSpec, ..
 
 def architecture_of(task: Task) -> Architecture:
     """The family of the task's network. ComfyUI has to be importable."""
-    architectures.__path__ = task["architecture_folders"]
-    return architectures.architectures()[task["architecture"]]
+    families.__path__ = task["family_folders"]
+    return architectures()[task["architecture"]]
 
 
 def function_of(

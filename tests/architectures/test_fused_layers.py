@@ -10,7 +10,8 @@ import torch
 from comfy.ldm.modules.attention import BasicTransformerBlock
 from comfy.ldm.modules.diffusionmodules.openaimodel import ResBlock
 from fake_recorder import Recorder
-from hybrid_trt.architectures import architecture_of, ldm
+from hybrid_trt.architectures import architecture_of
+from hybrid_trt.architectures.families import ldm
 from hybrid_trt.architectures.fused_linear import FusedLinear, fuse
 from hybrid_trt.architectures.shapes import sample_inputs
 from hybrid_trt.backends import backends

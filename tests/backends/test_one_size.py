@@ -26,7 +26,7 @@ from hybrid_trt.engine_builder.jobs import BuildQueue
 from hybrid_trt.engine_library import EngineQuery, Reason
 from hybrid_trt.engine_library.library import _rank
 from hybrid_trt.nodes import building
-from hybrid_trt.nodes.sampler_patch import TRTSamplerPatch
+from hybrid_trt.nodes.engine_nodes import TRTSamplerPatch
 from hybrid_trt.page_api import node_states, picture_fit
 from hybrid_trt.page_api.node_states import NodeStates
 from hybrid_trt.page_api.outlook import NodeRequest

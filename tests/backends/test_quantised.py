@@ -71,8 +71,8 @@ def test_the_page_says_so_and_the_build_button_changes_nothing(
     monkeypatch.setattr(building.builds, "submit", lambda *given: submitted.append(given))
     network, choice = NativeNetwork.of_model(quantised, "a.safetensors"), EngineChoice(PROFILE, backend=backend)
     handle = EngineHandle.look_up(network, choice, library, "node", "key")
-    building.build_as_requested(handle, again=True)
-    building.build_if_missing(handle, building.BUILD_NOW)
+    building.build(handle, None, again=True)
+    building.build(handle, building.BUILD_NOW)
     states.learn("key", handle)
     state = states.state("key", NodeRequest("unet", "a.safetensors", False, backend))
     assert "quantised layers" in state["text"]

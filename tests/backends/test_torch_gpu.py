@@ -39,7 +39,7 @@ from hybrid_trt.engine_library import Library, Unavailable, trust
 from hybrid_trt.engine_library.engine import relative_error
 from hybrid_trt.sampling import hint_cache
 from hybrid_trt.sampling.controlnet import EngineControlModel
-from hybrid_trt.sampling.device_inputs import RUN, RunInputs, call_on_device
+from hybrid_trt.sampling.run_inputs import RUN, RunInputs, call_on_device
 from hybrid_trt.sessions.cuda_graphs import GraphCache
 from small_networks import control_of
 

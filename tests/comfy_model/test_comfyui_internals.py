@@ -23,6 +23,7 @@ from comfy import model_management
 from comfy.controlnet import ControlNet
 from comfy_execution.utils import CurrentNodeContext
 from hybrid_trt import architectures
+from hybrid_trt.architectures import families
 from hybrid_trt.comfy_model import comfyui_internals as internals
 from hybrid_trt.comfy_model.comfyui_internals import TABLE, Feature
 from memory_fixtures import controlnet, device, files
@@ -114,7 +115,7 @@ def test_each_family_says_what_it_needs() -> None:
     found = architectures.needs()
     assert {family for family, places in found.items() if places} >= {"stable_diffusion", "flux", "zimage"}
     assert None not in found.values()
-    modules = [importlib.import_module(f"{architectures.__name__}.{family}") for family in found]
+    modules = [importlib.import_module(f"{families.__name__}.{family}") for family in found]
     assert not [m.__name__ for m in modules if not hasattr(m, "FILE_MARKS")], "else any file may be theirs"
 
 
@@ -132,7 +133,8 @@ def test_a_family_whose_code_is_another_is_left_out_alone(
     same = {one for one, places in architectures.needs().items() if place in (places or ())}
     assert architectures._left_out == same
     lost = before - set(architectures.architectures())
-    own = {a.name for one in same for a in importlib.import_module(f"{architectures.__name__}.{one}").ARCHITECTURES}
+    left_out = [importlib.import_module(f"{families.__name__}.{family}") for family in same]
+    own = {a.name for family in left_out for a in family.ARCHITECTURES}
     assert lost == own != set()
     (line,) = (line for line in said(caplog) if f"family {family} " in line)
     assert place.partition("(")[0].replace(":", ".") in line
@@ -147,7 +149,7 @@ def test_a_family_whose_modules_are_missing_is_left_out(
     monkeypatch.setattr(internals, "TABLE", {})
     monkeypatch.setattr(internals, "_without", [])
     monkeypatch.setattr(architectures, "_left_out", set())
-    monkeypatch.setitem(sys.modules, f"{architectures.__name__}.krea2", None)  # so that its import fails
+    monkeypatch.setitem(sys.modules, f"{families.__name__}.krea2", None)  # so that its import fails
     assert "sd15_unet" in architectures.architectures()
     internals.check()
     assert architectures._left_out == {"krea2"}
@@ -261,7 +263,7 @@ def test_the_pack_loads_without_all_that_a_feature_needs_and_pictures_are_native
         assert all((handle.stats.engine, handle.stats.native) == (STEPS, 0) for handle in handles)
         assert len(runs) == (0 if its.Feature.STACKS in off else STEPS - 1)
         if feature.name == "BUILDS":
-            loaded(again, "nodes.building").build_as_requested(handles[-1], again=True)
+            loaded(again, "nodes.building").build(handles[-1], None, again=True)
             assert "command line" in loaded(again, "sampling.engine_status").status(handles[-1])
         if feature.name == "QUEUE":
             assert loaded(again, "page_api.build_orders").running_pictures() == ""

@@ -21,11 +21,10 @@ import zimage
 from comfy.quant_ops import QUANT_ALGOS, QuantizedTensor
 from comfy_kitchen.registry import registry
 from compiling import COMPILES
-from hybrid_trt.architectures.folded_activation import linear_behind
-from hybrid_trt.architectures.hunyuan_video import _plain_attention
-from hybrid_trt.architectures.ldm import sdpa
-from hybrid_trt.architectures.rotary import RotaryAttention
+from hybrid_trt.architectures.families.ldm import sdpa
+from hybrid_trt.architectures.quantised_linear import linear_behind
 from hybrid_trt.architectures.shapes import Profile
+from hybrid_trt.architectures.token_layers import RotaryAttention
 from hybrid_trt.backends import backends
 from hybrid_trt.backends.torch_inductor.compiled import lifted, traced
 from hybrid_trt.backends.torch_inductor.session import LiveSession
@@ -194,7 +193,7 @@ def test_formats_of_four_bits_run_native_with_a_reason(models: dict[str, Path], 
         status(handle))  # fmt: skip
 
 
-@pytest.mark.parametrize("attention", [sdpa, _plain_attention, RotaryAttention(torch.ones(6, 2, 2))],
+@pytest.mark.parametrize("attention", [sdpa, RotaryAttention(), RotaryAttention(torch.ones(6, 2, 2))],
                          ids=["unet", "hunyuan", "rotary"])  # fmt: skip
 def test_attention_inside_engines_takes_what_newer_layers_tell_it(attention: Callable[..., torch.Tensor]) -> None:
     """Layers of newer versions ask for full precision where an approximate kernel gave no numbers."""

@@ -19,6 +19,10 @@ import torch
 from any_weights import built, handle_of
 from comfy import model_management
 from dynamic_vram import on_cpu
+from hybrid_trt.architectures.families.anima import Step
+from hybrid_trt.architectures.families.qwen_image import _Attention as QwenAttention
+from hybrid_trt.architectures.model_patches import WithCompanion
+from hybrid_trt.architectures.token_layers import PlainNorm
 from hybrid_trt.comfy_model import structure_hash
 from hybrid_trt.comfy_model.changed_layers import answers_about
 from hybrid_trt.comfy_model.comfyui_shims import is_of_loading
@@ -102,6 +106,14 @@ def test_no_attribute_of_a_layer_changes_the_result_and_not_the_layout(family: s
             assert after != before, f"{type(owner).__name__}.{name}"
     assert acting >= 8
     assert told(module) == before
+
+
+@pytest.mark.parametrize(("found", "place"), [
+    (WithCompanion, ".model_patches.WithCompanion"), (Step, ".anima.Step"), (PlainNorm, ".rotary.PlainNorm"),
+    (QwenAttention, ".qwen_image._Attention"),
+])  # fmt: skip
+def test_our_classes_stand_in_keys_as_those_of_stored_engines_name_them(found: type, place: str) -> None:
+    assert structure_hash._place(found) == place
 
 
 class Colour(Enum):

@@ -19,6 +19,7 @@ import torch
 from comfy import controlnet, model_base, model_management, model_patcher, supported_models
 from comfy.cldm.cldm import ControlNet
 from comfy.ldm.modules.diffusionmodules.openaimodel import UNetModel
+from comfy.nested_tensor import NestedTensor
 from comfy_api.latest import ComfyExtension, io
 from comfy_execution.graph_utils import GraphBuilder, is_link
 
@@ -96,7 +97,10 @@ def save_latent(latent: dict, name: str) -> io.NodeOutput:
     path = folder / f"{name}.npy"
     if path.parent != folder:
         raise ValueError(f"a latent's name is no path: {name!r}")
-    values = latent["samples"].detach().to("cpu", torch.float32).numpy()
+    found = latent["samples"]
+    if found.is_nested:  # a video and its sound
+        found = torch.cat([part.flatten() for part in found.unbind()])
+    values = found.detach().to("cpu", torch.float32).numpy()
     temporary = path.with_suffix(".tmp")
     with temporary.open("wb") as file:
         numpy.save(file, values)
@@ -141,7 +145,7 @@ def union(control_net: controlnet.ControlNet, types: int) -> controlnet.ControlN
 
 def toy_model(seed: int) -> io.NodeOutput:
     """Return a model and a ControlNet of the toy family, which its file's folder alone adds to the pack's families."""
-    families = next(m for name, m in sys.modules.items() if name.endswith("hybrid-trt.architectures"))
+    families = next(m for name, m in sys.modules.items() if name.endswith("hybrid-trt.architectures.families"))
     if str(FAMILIES) not in families.__path__:
         families.__path__.append(str(FAMILIES))
     toy = importlib.import_module(f"{families.__name__}.toy")
@@ -183,6 +187,12 @@ def token_control(control_net_name: str) -> controlnet.ControlNet:
 def seen(seed: int) -> SimpleNamespace:
     """Return what a CLIP vision model tells Wan of a picture, at random."""
     return SimpleNamespace(penultimate_hidden_states=_random(seed, 1, 257, 1280))
+
+
+def with_sound(width: int, height: int, length: int, batch: int) -> dict:
+    """Return an empty latent of a video with its sound, as LTX-2's nodes make it: they need a VAE for sound."""
+    sizes = (batch, 128, (length - 1) // 8 + 1, height // 32, width // 32), (batch, 8, length, 16)
+    return {"samples": NestedTensor(torch.zeros(*size) for size in sizes)}
 
 
 def latent(seed: int, width: int, height: int, channels: int) -> dict:
@@ -330,6 +340,9 @@ NODES = [
         io.String.Input("unet_name"), io.String.Input("kind", default="GGUF")], io.Model),
     _node("TestTokenNetwork", token_network, [io.String.Input("unet_name"), io.String.Input("weight_dtype")], io.Model),
     _node("TestTokenControl", token_control, [io.String.Input("control_net_name")], io.ControlNet),
+    _node("TestVideoWithSound", with_sound, [
+        integer("width", 64, 32), integer("height", 64, 32), integer("length", 9, 1),
+        integer("batch", 1, 1)], io.Latent),
     _node("TestLatent", latent, [SEED, *(integer(name, 8, 1, 1024) for name in ("width", "height", "channels"))],
           io.Latent),
     _node("TestSeen", seen, [SEED], io.ClipVisionOutput),

@@ -11,7 +11,7 @@ import pytest
 import torch
 from builds import small_network
 from fake_engine import publish_engine
-from hybrid_trt.architectures.ldm_unet import UNetArchitecture
+from hybrid_trt.architectures.families.stable_diffusion import UNetArchitecture
 from hybrid_trt.architectures.shapes import Profile, Range, TensorSpec
 from hybrid_trt.backends.onnxruntime import OnnxRuntimeBackend
 from hybrid_trt.engine_builder import build as builder

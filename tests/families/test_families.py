@@ -19,9 +19,10 @@ from hybrid_trt.engine_library import Library
 from hybrid_trt.sessions.file_session import FileSession
 from model_families import for_each
 from token_calls import profile_of
+from torch.utils import _pytree as pytree
 
 CPU = torch.device("cpu")
-OF_ANY_TYPE = ("timestep", "timesteps", "transformer_options")
+OF_ANY_TYPE = ("timestep", "timesteps", "transformer_options", "minimax_payload")
 """Arguments that are the same in half precision."""
 
 
@@ -71,12 +72,13 @@ def test_half_precision_is_as_near_to_float32_as_native_is(
     call = family.calls[name]
     exact, half = (family.network(models, call.file, one) for one in (torch.float32, dtype))
     given = call.drawn(exact)
-    narrow = {name: value.to(dtype) if torch.is_tensor(value) and name not in OF_ANY_TYPE else value
+    narrow = {name: value if name in OF_ANY_TYPE else pytree.tree_map_only(torch.Tensor, lambda t: t.to(dtype), value)
               for name, value in given.items()}  # fmt: skip
     wanted, native = natively(exact, given), natively(half, narrow)
     found = on_engine(half, live(half, str(dtype).removeprefix("torch.")), narrow)
-    assert found.dtype == native.dtype == dtype
-    assert LIMIT < difference(found.float(), wanted) <= 1.1 * difference(native.float(), wanted)
+    assert {t.dtype for t in pytree.tree_leaves([found, native])} == {dtype}
+    found, native = (pytree.tree_map(torch.Tensor.float, one) for one in (found, native))
+    assert LIMIT < difference(found, wanted) <= 1.1 * difference(native, wanted)
 
 
 @for_each("file", lambda family: family.files if family.float32 else [])

@@ -7,7 +7,7 @@ import torch
 from comfy.ldm.flux.layers import timestep_embedding
 from family_contract import error_of, live
 from flux_networks import call, network, residuals
-from hybrid_trt.architectures.flux import thousandths
+from hybrid_trt.architectures.families.flux import thousandths
 from hybrid_trt.engine_library.engine import relative_error
 from model_families.flux import TWO
 

@@ -17,8 +17,7 @@ from comfy.model_patcher import ModelPatcher
 from comfy_process import ComfyProcess
 from compiling import COMPILES
 from fake_recorder import Recorder
-from hybrid_trt import architectures
-from hybrid_trt.architectures import Role
+from hybrid_trt.architectures import Role, families
 from hybrid_trt.architectures.shapes import RequestedSizes
 from hybrid_trt.backends import backends
 from hybrid_trt.backends.torch_inductor.session import LiveSession
@@ -95,8 +94,8 @@ def test_a_family_of_one_file_is_built_checked_and_served(comfy: ComfyProcess, b
 @pytest.fixture
 def toy(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """The family's file, among those of the pack."""
-    monkeypatch.setattr(architectures, "__path__", [*architectures.__path__, str(ROOT / "tests/support/families")])
-    return importlib.import_module(f"{architectures.__name__}.toy")
+    monkeypatch.setattr(families, "__path__", [*families.__path__, str(ROOT / "tests/support/families")])
+    return importlib.import_module(f"{families.__name__}.toy")
 
 
 def network(toy: ModuleType) -> NativeNetwork:

@@ -50,12 +50,12 @@ def test_a_prompt_orders_from_its_arrival_to_its_end_or_the_nodes_own(queue: Pro
     assert orders.by_prompt() == {"order": sorted([UNET, NET])}
     _, item = queue.get()
     assert orders.by_prompt() == {"order": sorted([UNET, NET])}
-    orders.given("order", UNET)
+    orders.forget("order", UNET)
     assert orders.by_prompt() == {"order": [NET]}
     queue.task_done(item, {}, None)
     assert orders.by_prompt() == {}
     put(queue, "order")
-    orders.given("no such prompt", UNET)
+    orders.forget("no such prompt", UNET)
     assert orders.by_prompt() == {"order": sorted([UNET, NET])}
     queue.wipe_queue()
     assert orders.by_prompt() == {}

@@ -130,7 +130,7 @@ def test_a_malformed_prompt_that_waits_costs_other_prompts_nothing(queue: Prompt
         put(queue, f"{number} outputs", GRAPH, outputs=outputs)
     queue.put((0, "z short"))
     orders = PendingOrders()
-    orders.given("0 own", "key")
+    orders.forget("0 own", "key")
     assert len(orders.by_prompt()["0 own"]) == 3, "UNet, ControlNet and VAE"
     assert order_of("0 own").graph == GRAPH
     assert running_orders() == "0 own"
@@ -144,7 +144,7 @@ def test_only_the_own_prompt_is_read_when_a_node_tells_of_its_order(
     put(queue, "0 own", GRAPH)
     queue.get()
     put(queue, "1 another", GRAPH)
-    PendingOrders().given("0 own", "key")
+    PendingOrders().forget("0 own", "key")
     assert read == ["0 own"]
 
 

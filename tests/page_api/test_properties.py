@@ -31,9 +31,8 @@ from hybrid_trt.engine_library.manifest import ManifestError, read_profile
 from hybrid_trt.page_api.node_records import FILE_NAME as NOTES
 from hybrid_trt.page_api.node_records import read_records, write_records
 from hybrid_trt.page_api.node_states import engine_json
-from hybrid_trt.saved_workflows.api_format import change_prompt, is_prompt
 from hybrid_trt.saved_workflows.graph import WorkflowError
-from hybrid_trt.saved_workflows.to_prompt import to_prompt
+from hybrid_trt.saved_workflows.to_prompt import change_prompt, is_prompt, to_prompt
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from json_places import changed, places, with_true_key

@@ -20,7 +20,7 @@ from hybrid_trt.comfy_model.network import NativeNetwork
 from hybrid_trt.engine_builder.build import build_engine, run_here
 from hybrid_trt.engine_builder.order import BuildOrder
 from hybrid_trt.engine_library import Library, Reason, Unavailable
-from hybrid_trt.nodes.sampler_patch import _for_model
+from hybrid_trt.nodes.engine_nodes import _for_model
 from hybrid_trt.sampling.engine_status import status
 from hybrid_trt.sampling.model_wrapper import patch_model
 from memory_fixtures import file, library

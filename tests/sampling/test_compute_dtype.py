@@ -12,7 +12,7 @@ from comfy.model_patcher import ModelPatcher
 from comfy_api.torch_helpers import set_torch_compile_wrapper
 from hybrid_trt.comfy_model.network import NativeNetwork
 from hybrid_trt.engine_library import Library, Reason
-from hybrid_trt.nodes.sampler_patch import TRTSamplerPatch, _for_model
+from hybrid_trt.nodes.engine_nodes import TRTSamplerPatch, _for_model
 from hybrid_trt.sampling.engine_handle import EngineChoice, EngineHandle
 from hybrid_trt.sampling.model_wrapper import patch_model
 from memory_fixtures import file, library

@@ -23,7 +23,7 @@ from hybrid_trt.comfy_model.comfyui_internals import Feature, switched_off
 from hybrid_trt.comfy_model.live_weights import LiveWeights
 from hybrid_trt.comfy_model.network import NativeNetwork
 from hybrid_trt.engine_library import Library
-from hybrid_trt.sampling import call_stats, control_stack, device_inputs
+from hybrid_trt.sampling import call_stats, control_stack, run_inputs
 from hybrid_trt.sampling.controlnet import back_with_engine
 from hybrid_trt.sampling.engine_handle import EngineChoice, EngineHandle
 from memory_fixtures import CONTROLNET, device, file, files, library, nothing_loaded
@@ -88,9 +88,9 @@ class Runs:
         self._spy(EngineHandle, "refresh", "looked up", lambda *_: True)
         self._spy(LiveWeights, "_bind", "opened", lambda *_: True)
         self._spy(
-            device_inputs.RunInputs, "_copy", "copied prompts", lambda run, source, _: source not in run._copies
+            run_inputs.RunInputs, "_copy", "copied prompts", lambda run, source, _: source not in run._copies
         )
-        self._patch.setattr(device_inputs, "_names_elsewhere", lambda *_: {"c_crossattn"})
+        self._patch.setattr(run_inputs, "_names_elsewhere", lambda *_: {"c_crossattn"})
 
     def _spy(self, owner: Any, name: str, what: str, counts: Callable[..., bool]) -> None:
         own = getattr(owner, name)

@@ -22,8 +22,8 @@ from comfy.conds import CONDConstant, CONDCrossAttn, CONDList, CONDNoiseShape, C
 from comfy.model_patcher import ModelPatcher
 from comfy.patcher_extension import WrapperExecutor, WrappersMP
 from hybrid_trt.engine_library import Library
-from hybrid_trt.sampling import device_inputs
-from hybrid_trt.sampling.device_inputs import RUN, RunInputs, call_on_device, sample_on_device
+from hybrid_trt.sampling import run_inputs
+from hybrid_trt.sampling.run_inputs import RUN, RunInputs, call_on_device, sample_on_device
 from memory_fixtures import file, nothing_loaded
 from patched import CPU, Patched, load, sampling_node
 
@@ -74,7 +74,7 @@ def test_what_is_compared_or_listed_or_is_not_comfyuis_own_stays_where_it_is() -
 def test_another_tensor_in_the_same_condition_and_one_written_to_are_copied_anew(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(device_inputs, "_names_elsewhere", lambda *_: {"a"})
+    monkeypatch.setattr(run_inputs, "_names_elsewhere", lambda *_: {"a"})
     monkeypatch.setattr(torch.Tensor, "to", lambda self, *_: self.clone())
     run, condition = RunInputs(), CONDCrossAttn(torch.zeros(1, 2, 3))
 
@@ -96,7 +96,7 @@ def test_conditions_on_several_devices_stay_there_since_comfyui_does_not_batch_t
     found = [group[0]["model_conds"] for group in RunInputs().on_device([[positive], [negative]], META)]
     assert [held["c_crossattn"] for held in found] == [here, there]
     assert [held["y"].cond.device for held in found] == [META, META]
-    elsewhere = device_inputs._names_elsewhere([[positive], [negative]], GPU)
+    elsewhere = run_inputs._names_elsewhere([[positive], [negative]], GPU)
     assert elsewhere == {"y"}, "two devices, of which none is the run's"
 
 
@@ -180,7 +180,7 @@ def test_each_gpu_looks_sigmas_up_in_its_own_memory_during_a_run_alone(shared: b
 
     tables, before = [Table() for _ in range(2)], torch.device("cpu")
     model = patcher(GPU, tables[0], patcher(META, tables[0] if shared else tables[1]))
-    with pytest.raises(RuntimeError, match="interrupted"), device_inputs.sigmas_on_device(model):
+    with pytest.raises(RuntimeError, match="interrupted"), run_inputs.sigmas_on_device(model):
         run()
     assert [table.place for table in tables] == [before, before], "as it was before"
 
@@ -367,10 +367,10 @@ def copied(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
 
     def all_names(conds: list, _device: torch.device) -> set[str]:
         held = [cond["model_conds"] for group in conds for cond in group or ()]
-        return {name for conditions in held for name, value in conditions.items() if device_inputs._movable(value)}
+        return {name for conditions in held for name, value in conditions.items() if run_inputs._movable(value)}
 
     monkeypatch.setattr(RunInputs, "_copy", to_a_copy)
-    monkeypatch.setattr(device_inputs, "_names_elsewhere", all_names)
+    monkeypatch.setattr(run_inputs, "_names_elsewhere", all_names)
     return made
 
 
@@ -379,7 +379,7 @@ def test_a_run_with_moved_prompts_gives_the_same_latent_and_changes_no_ones_dict
     file: Path, tmp_path: Path, make: Callable, copied: list[torch.Tensor]
 ) -> None:
     with pytest.MonkeyPatch.context() as plain:
-        plain.setattr(device_inputs, "_names_elsewhere", lambda *_: set())
+        plain.setattr(run_inputs, "_names_elsewhere", lambda *_: set())
         reference = run_of(make(Watched(file, tmp_path).model))
     assert copied == []
     watched = Watched(file, tmp_path)

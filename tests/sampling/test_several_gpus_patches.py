@@ -30,8 +30,7 @@ from hybrid_trt.engine_library import Library, Reason
 from hybrid_trt.engine_library.engine import relative_error
 from hybrid_trt.sampling.engine_handle import EngineHandle
 from hybrid_trt.sampling.model_wrapper import KEY
-from hybrid_trt.streaming.frames import Frame
-from hybrid_trt.streaming.settings import Settings
+from hybrid_trt.streaming.frames import Frame, Settings
 from hybrid_trt.streaming.stream import Stream
 from lllite import TOGETHER, WIDTH
 from memory_fixtures import file, nothing_loaded

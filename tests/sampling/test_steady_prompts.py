@@ -17,7 +17,7 @@ from hybrid_trt.engine_builder.build import build_engine, run_here
 from hybrid_trt.engine_builder.order import BuildOrder
 from hybrid_trt.engine_library import Library
 from hybrid_trt.engine_library.engine import relative_error
-from hybrid_trt.sampling.steady_prompts import KEPT_RESULTS, SteadyTensors, steady
+from hybrid_trt.sampling.run_inputs import KEPT_RESULTS, SteadyTensors, steady
 
 LIMIT = 1e-5
 STEPS = 4

@@ -38,6 +38,8 @@ KREA2 = SD15.but(family="krea2", unet="tiny_krea2")
 ANIMA = SD15.but(family="anima", unet="tiny_anima", loader="TestTokenNetwork")
 HUNYUAN = SD15.but(family="hunyuan", unet="tiny_hunyuan_video15", length=9)
 WAN = SD15.but(family="wan", unet="tiny_wan", length=9)
+LTX2 = SD15.but(family="ltx2", unet="tiny_ltx2", length=9)
+MINIMAX = SD15.but(family="minimax_h3", unet="tiny_minimax_h3", length=5)
 
 def union(kind: str, image: int = 1, strength: float = 0.8, before: bool = False, file: str = "tiny_sdxl_a") -> Control:
     """A union ControlNet whose type is set in front of its engine node, or behind it."""
@@ -142,6 +144,14 @@ KINDS = {
         HUNYUAN.but(unet="tiny_hunyuan_image21", length=0, width=160, height=96),
         HUNYUAN.but(unet="tiny_hunyuan_image21_refiner", settings=TORCH),
     ]),
+    "LTX-2.0 and 2.3": Kind([
+        LTX2.but(width=96, length=17, tokens=(30, 9)),
+        LTX2.but(unet="tiny_ltx23", batch=2, settings=TORCH, cfg=1.0),
+    ]),
+    "MiniMax H3": Kind([
+        MINIMAX.but(width=96, length=22, tokens=(30, 9)),
+        MINIMAX.but(unet="tiny_minimax_h3_pruned", settings=TORCH, cfg=1.0),
+    ]),
     "fp8 checkpoints (`comfy_quant`, `scaled_fp8`)": Kind([
         QUANTISED.but(unet="tiny_sdxl_fp8_unet"),
         SD15.but(unet="tiny_sd15_quantised_unet", settings=TORCH, controls=(Control("tiny_sd15_flat_a", 1, 0.7),)),
@@ -201,6 +211,8 @@ ELSEWHERE = {
     "Anima with LLLite",  # ``test_absorbed_patches.py``
     "Wan 2.1 and 2.2 (text and image to video)", "VACE of Wan",  # ``test_family_prompts.py``
     "HunyuanVideo 1.5", "HunyuanVideo, HunyuanImage 2.1",  # ``test_family_prompts.py``
+    "LTX-2.0 and 2.3",  # ``test_family_prompts.py``
+    "MiniMax H3",  # ``test_family_prompts.py``
     "Flux.1 (dev, schnell, Kontext, Fill)",  # ``test_flux_prompts.py``
     "Z-Image, Turbo and base",  # ``test_family_prompts.py``
     "Z-Image with Fun control",  # ``test_absorbed_patches.py``

@@ -12,9 +12,8 @@ from typing import Any
 import pytest
 from drawn_workflows import OBJECT_INFO, TYPES, drawn, subgraph, wires
 from hybrid_trt.saved_workflows.accelerate import accelerate, remove
-from hybrid_trt.saved_workflows.api_format import change_prompt
 from hybrid_trt.saved_workflows.graph import Workflow, definitions
-from hybrid_trt.saved_workflows.to_prompt import to_prompt
+from hybrid_trt.saved_workflows.to_prompt import change_prompt, to_prompt
 
 FLOW = {"load": "Loader", "s": "Sampler", "t": "Refine", "decode": "DecodeLatent"}
 WIRES = "load.0 s.0, s.0 t.1, load.0 t.0, t.0 decode.0, load.2 decode.1"

@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 from drawn_workflows import OBJECT_INFO, drawn, subgraph, wires
 from hybrid_trt.saved_workflows.accelerate import PASSES_ON, accelerate, remove
-from hybrid_trt.saved_workflows.api_format import change_prompt
 from hybrid_trt.saved_workflows.graph import Workflow, WorkflowError
-from hybrid_trt.saved_workflows.to_prompt import is_link, to_prompt
+from hybrid_trt.saved_workflows.to_prompt import change_prompt, is_link, to_prompt
 
 SAMPLED = subgraph({"s": "Sampler"}, "in.0 s.0, s.0 out.0", "MODEL", "LATENT")
 STYLED = subgraph({"lora": "LoraLoader"}, "in.0 lora.0, lora.0 out.0", "MODEL", "MODEL")
@@ -284,6 +283,14 @@ def test_the_pair_of_before_is_taken_out_whole() -> None:
     assert len(remove(Workflow(data))) == 1
     assert [node["type"] for node in data["nodes"]] == ["Loader", "Sampler"]
     assert to_prompt(data, OBJECT_INFO)["2"]["inputs"] == {"MODEL": ["1", 0]}
+
+
+@pytest.mark.fault("a Get node lies in a subgraph with inputs, its Set node outside", see="the prompt has its wire")
+def test_a_get_in_a_subgraph_with_inputs_finds_its_set_outside() -> None:
+    inside = subgraph({"get": "GetNode|m", "s": "Sampler", "decode": "Decode"}, "get.0 s.0, in.0 decode.0", "VAE")
+    data = drawn({"load": "Loader", "set": "SetNode|m", "sub": "G"}, "load.0 set.0, load.2 sub.0", {"G": inside})
+    sampler = next(entry for entry in to_prompt(data, OBJECT_INFO).values() if entry["class_type"] == "Sampler")
+    assert sampler["inputs"] == {"MODEL": ["1", 0]}
 
 
 def test_native_reroutes_stay_on_the_links_behind_the_node() -> None:

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from comfy.patcher_extension import WrapperExecutor
-from hybrid_trt.sampling import device_inputs
+from hybrid_trt.sampling import run_inputs
 from hybrid_trt.sessions import cuda_capture
 
 GPU = torch.device("cuda", 1)
@@ -84,18 +84,18 @@ def test_a_driver_that_fails_or_is_not_there_leaves_the_memory_where_it_is(
 @pytest.mark.parametrize("ends", ["well", "interrupted"])
 def test_a_run_gives_it_back_at_its_end_on_each_gpu_that_it_used(monkeypatch: pytest.MonkeyPatch, ends: str) -> None:
     given_back = []
-    monkeypatch.setattr(device_inputs, "give_back_graph_memory", given_back.append)
+    monkeypatch.setattr(run_inputs, "give_back_graph_memory", given_back.append)
     model = SimpleNamespace(get_additional_models_with_key=lambda _key: [], get_model_object=lambda _name: None)
     guider = SimpleNamespace(model_options={}, model_patcher=model)
 
     def sample() -> str:
-        guider.model_options[device_inputs.RUN]._ends[GPU] = torch.cuda.Event
+        guider.model_options[run_inputs.RUN]._ends[GPU] = torch.cuda.Event
         assert given_back == []
         if ends == "interrupted":
             raise InterruptedError
         return "latent"
 
-    executor = WrapperExecutor.new_class_executor(sample, guider, [device_inputs.sample_on_device])
+    executor = WrapperExecutor.new_class_executor(sample, guider, [run_inputs.sample_on_device])
     if ends == "interrupted":
         with pytest.raises(InterruptedError):
             executor.execute()

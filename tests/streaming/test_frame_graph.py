@@ -19,8 +19,7 @@ from hybrid_trt.sampling.hint_cache import KeptHints
 from hybrid_trt.sessions.cuda_capture import LargerGraph, part_of
 from hybrid_trt.sessions.cuda_graphs import GraphCache
 from hybrid_trt.sessions.per_image_cache import ResultCache
-from hybrid_trt.streaming.frames import Changes, Frame
-from hybrid_trt.streaming.settings import AS_CONNECTED, EDGES, Settings
+from hybrid_trt.streaming.frames import AS_CONNECTED, EDGES, Changes, Frame, Settings
 from hybrid_trt.streaming.stream import Stream
 from memory_fixtures import file
 from on_engines import OWN, OnEngines, steady_after_two

@@ -12,10 +12,8 @@ from comfy.utils import load_torch_file
 from comfy_process import ComfyProcess
 from earlier_keys import EarlierKeys
 from given_frames import Given, apart, image, prompts, random, stock, streamed
-from hybrid_trt.streaming.frames import Frame
-from hybrid_trt.streaming.kept_tokens import with_kept
-from hybrid_trt.streaming.settings import Settings
-from hybrid_trt.streaming.stream import Stream
+from hybrid_trt.streaming.frames import Frame, Settings
+from hybrid_trt.streaming.stream import Stream, with_kept
 from memory_fixtures import file
 from patched import load
 from scenarios import SETTINGS, node

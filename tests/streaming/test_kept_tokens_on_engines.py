@@ -23,8 +23,7 @@ from hybrid_trt.backends.torch_inductor.session import LiveSession
 from hybrid_trt.engine_library import Library, Reason, Unavailable
 from hybrid_trt.sampling.engine_handle import EngineHandle
 from hybrid_trt.sampling.model_wrapper import KEY
-from hybrid_trt.streaming.frames import Changes, Frame
-from hybrid_trt.streaming.settings import Settings
+from hybrid_trt.streaming.frames import Changes, Frame, Settings
 from hybrid_trt.streaming.stream import Stream
 from memory_fixtures import file
 from on_engines import OWN as LCM

@@ -16,10 +16,9 @@ from comfy.utils import load_torch_file
 from comfy_process import ComfyProcess
 from given_frames import Given, apart, image, prompts, random, stock, streamed, with_image
 from hybrid_trt.engine_library import Library
-from hybrid_trt.sampling.frame_times import FrameTimes
-from hybrid_trt.streaming.frames import Changes, Frame
+from hybrid_trt.streaming.frames import THE_FRAME, Changes, Frame, Settings
 from hybrid_trt.streaming.open_sampling import OpenSampling
-from hybrid_trt.streaming.settings import THE_FRAME, Settings
+from hybrid_trt.streaming.run import FrameTimes
 from hybrid_trt.streaming.stream import Stream
 from memory_fixtures import file, library
 from patched import Patched, load

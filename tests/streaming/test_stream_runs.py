@@ -18,13 +18,10 @@ from comfy.utils import load_torch_file
 from comfy_process import ComfyProcess
 from given_frames import Given, apart, image, prompts, random, stock, streamed, with_image
 from hybrid_trt.engine_library import Library
-from hybrid_trt.sampling import frame_times
-from hybrid_trt.sampling.frame_times import FrameTimes
 from hybrid_trt.streaming import open_sampling, run
-from hybrid_trt.streaming.frames import Changes, Frame
-from hybrid_trt.streaming.settings import Settings
+from hybrid_trt.streaming.frames import Changes, Frame, Settings, copy, mean_difference
+from hybrid_trt.streaming.run import FrameTimes
 from hybrid_trt.streaming.stream import Stream
-from hybrid_trt.streaming.transfers import copy, mean_difference
 from memory_fixtures import file, library
 from patched import Patched, load
 from streams import Case, compared
@@ -276,7 +273,7 @@ def test_a_vae_that_lacks_memory_goes_comfyuis_way_and_the_pictures_are_the_same
 
 
 def test_a_long_stream_keeps_no_more_than_a_short_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(frame_times, "MOST", 10)
+    monkeypatch.setattr(run, "MOST", 10)
     times = FrameTimes()
     times._ms = type(times._ms)(maxlen=10)
     for n in range(1000):

@@ -15,6 +15,7 @@ import comfy.sample
 import torch
 from built_once import built_once
 from comfy.model_patcher import ModelPatcher
+from comfy.nested_tensor import NestedTensor
 from hybrid_trt.architectures.shapes import Picture, Profile
 from hybrid_trt.backends import backends
 from hybrid_trt.backends.torch_inductor.session import LiveSession
@@ -59,6 +60,7 @@ class Prompt:
     Attributes:
         width: features of a token.
         shape: of the latent.
+        sound: of the sound's latent, which is sampled together with a video; empty where there is none.
         words: tokens of both prompts.
         pooled: features of the pooled prompt; 0 is none.
         entries: makes further entries of both conditionings, of a function that draws tensors.
@@ -70,6 +72,7 @@ class Prompt:
     file: str
     width: int
     shape: tuple[int, ...] = (1, 16, 1, 8, 6)
+    sound: tuple[int, ...] = ()
     words: tuple[int, int] = (12, 12)
     cfg: float = 3.0
     pooled: int = 0
@@ -82,15 +85,19 @@ class Prompt:
         """Its latent, in one execution of a sampling node."""
         random = drawing(7)
         noise, drawn = random(*self.shape), random(*self.shape)
-        start, mask = torch.zeros_like(noise) if self.start is None else self.start, None
+        if self.sound:
+            noise = NestedTensor((noise, random(*self.sound)))
+        start, mask = noise * 0.0 if self.start is None else self.start, None
         if self.mask:
             start, mask = drawn, torch.tensor(self.mask).reshape(1, 1, -1, 1, 1).expand(1, 1, *self.shape[2:])
         extras = ({"pooled_output": random(1, self.pooled)} if self.pooled else {}) | self.entries(random)
         positive, negative = ([[random(1, count, self.width), dict(extras)]] for count in self.words)
+        options = {"noise_mask": mask, **options}
         with torch.inference_mode(), sampling_node():
-            return comfy.sample.sample(
-                model, noise, 3, self.cfg, "euler", "simple", positive, negative, start, noise_mask=mask, seed=7,
+            found = comfy.sample.sample(
+                model, noise, 3, self.cfg, "euler", "simple", positive, negative, start, seed=7,
                 disable_pbar=True, **options)  # fmt: skip
+        return torch.cat([t.flatten() for t in found.unbind()]) if self.sound else found
 
 
 @dataclass(frozen=True)
@@ -207,8 +214,8 @@ def on_engine(network: NativeNetwork, session: Session, call: Mapping[str, Any])
 
 def difference(found: Any, expected: Any) -> float:
     """The largest error among the tensors of two results, which are to be as many and in the same places."""
-    own, theirs = ({"": [one]} if torch.is_tensor(one) else {kind: list(many) for kind, many in one.items()}
-                   for one in (found, expected))  # fmt: skip
+    own, theirs = ({"": [one]} if torch.is_tensor(one) else {"": one} if isinstance(one, list) else {
+        kind: list(many) for kind, many in one.items()} for one in (found, expected))  # fmt: skip
     pairs = [pair for kind in theirs for pair in zip(own[kind], theirs[kind], strict=True)]
     assert own.keys() == theirs.keys()
     assert all(a is b is None or a.shape == b.shape for a, b in pairs)

@@ -9,10 +9,8 @@ import comfy.controlnet
 import comfy.sample
 import comfy.sd
 import torch
-from hybrid_trt.sampling.frame_times import FrameTimes
-from hybrid_trt.streaming.frames import Changes, Frame
-from hybrid_trt.streaming.run import run_stream
-from hybrid_trt.streaming.settings import Settings
+from hybrid_trt.streaming.frames import Changes, Frame, Settings
+from hybrid_trt.streaming.run import FrameTimes, run_stream
 from hybrid_trt.streaming.stream import Stream
 from patched import sampling_node
 

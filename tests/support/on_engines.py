@@ -13,7 +13,7 @@ from comfy.utils import load_torch_file
 from fake_recorder import Recorder
 from given_frames import Given, image, prompts, streamed, with_image
 from hybrid_trt.architectures import Role
-from hybrid_trt.architectures.autoencoder import AutoencoderSizes
+from hybrid_trt.architectures.families.autoencoder import AutoencoderSizes
 from hybrid_trt.comfy_model.network import NativeNetwork
 from hybrid_trt.engine_library import Library
 from hybrid_trt.sampling.controlnet import back_with_engine
@@ -21,8 +21,7 @@ from hybrid_trt.sampling.engine_handle import EngineChoice, EngineHandle
 from hybrid_trt.sampling.vae import vae_with_engines
 from hybrid_trt.streaming import frame_graph
 from hybrid_trt.streaming.frame_graph import FrameGraph
-from hybrid_trt.streaming.frames import Frame
-from hybrid_trt.streaming.settings import THE_FRAME, Settings
+from hybrid_trt.streaming.frames import THE_FRAME, Frame, Settings
 from hybrid_trt.streaming.stream import Stream
 from patched import PROFILE, Patched, load
 

@@ -99,4 +99,4 @@ def engines_loaded() -> list[EnginePatcher]:
 
 def gone(handle: EngineHandle) -> None:
     """As ``handle.refresh`` leaves it when the library has no engine."""
-    handle.lacks_engine(Unavailable(Reason.NO_ENGINE, "deleted").fallback)
+    handle.patcher.model.session, handle.fallback = None, Unavailable(Reason.NO_ENGINE, "deleted").fallback

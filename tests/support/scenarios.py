@@ -16,7 +16,8 @@ CONDITIONING = {"sd15": {"width": 768, "pooled": 0}, "sdxl": {"width": 2048, "po
                 "zimage": {"width": 64, "pooled": 0}, "flux1": {"width": 64, "pooled": 32},
                 "qwen": {"width": 48, "pooled": 0}, "krea2": {"width": 240, "pooled": 0},
                 "wan": {"width": 4096, "pooled": 0}, "anima": {"width": 1024, "pooled": 0},
-                "hunyuan": {"width": 64, "pooled": 768}}
+                "hunyuan": {"width": 64, "pooled": 768}, "minimax_h3": {"width": 64, "pooled": 0},
+                "ltx2": {"width": 96, "pooled": 0}}
 SETTINGS = {
     "when_missing": "use native",
     "min_size": 64,
@@ -138,6 +139,10 @@ def prompt(scenario: Scenario, engines: bool, name: str) -> Prompt:
 
 def _latent(s: Scenario) -> dict[str, Any]:
     sizes = {"width": s.width, "height": s.height, "batch_size": s.batch}
+    if s.family == "minimax_h3":  # with its sound
+        return node("EmptyMiniMaxH3LatentAV", width=s.width, height=s.height, length=s.length)
+    if s.family == "ltx2":
+        return node("TestVideoWithSound", width=s.width, height=s.height, length=s.length, batch=s.batch)
     return node("EmptyHunyuanLatentVideo", **sizes, length=s.length) if s.length else node("EmptyLatentImage", **sizes)
 
 

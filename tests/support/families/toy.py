@@ -15,9 +15,9 @@ from comfy.ldm.common_dit import pad_to_patch_size
 from comfy.patcher_extension import WrapperExecutor, WrappersMP, get_all_wrappers
 from torch.nn.functional import gelu, scaled_dot_product_attention, silu
 
-from . import Role
-from .calls import Binding, EngineCall, ResidualLayout, Unsupported
-from .shapes import Dim, Examples, Picture, Profile, Range, RequestedSizes, Sizes, Symbol, TensorSpec, words_for
+from .. import Role
+from ..calls import Binding, EngineCall, ResidualLayout, Unsupported
+from ..shapes import Dim, Examples, Picture, Profile, Range, RequestedSizes, Sizes, Symbol, TensorSpec, words_for
 
 FEATURES, HEADS, BLOCKS, PROMPT, CHANNELS = 32, 2, 4, 16, 4
 HEAD = FEATURES // HEADS

@@ -14,6 +14,8 @@ from . import (
     flux_controlnet,
     hunyuan_video,
     krea2,
+    ltx2,
+    minimax_h3,
     qwen_image,
     qwen_image_controlnet,
     wan,
@@ -21,7 +23,8 @@ from . import (
 )
 
 FAMILIES: tuple[Family, ...] = tuple(family.FAMILY for family in (
-    anima, flux, flux_controlnet, hunyuan_video, krea2, qwen_image, qwen_image_controlnet, wan, zimage))  # fmt: skip
+    anima, flux, flux_controlnet, hunyuan_video, krea2, ltx2, minimax_h3, qwen_image,
+    qwen_image_controlnet, wan, zimage))  # fmt: skip
 
 
 def for_each(names: str, cases: Callable[[Family], Iterable[Any]]) -> Callable[[Callable], Callable]:

@@ -1,7 +1,7 @@
 """Z-Image with Fun control, a model patch with a network of its own: both in one engine.
 
-The control image's tokens are embedded once per image. Blocks of the patch follow them through the network, and what
-they give is added to the picture's tokens. Unlike the picture's they are not padded, so their number is a size.
+The control image's tokens are embedded once per image. Blocks of the patch run beside the network's, and their results
+are added to the picture's tokens. The control's tokens are not padded, unlike the picture's, so their number is a size.
 """
 
 from __future__ import annotations
@@ -16,12 +16,13 @@ import torch.nn.functional as F
 from comfy.ldm.common_dit import pad_to_patch_size
 from comfy.ldm.lumina.controlnet import ZImage_Control, ZImageControlTransformerBlock
 
-from . import Role
-from .blocks import in_blocks
-from .calls import Binding, EngineCall, PerImagePass, Unsupported
-from .model_patches import AbsorbedPatch, WithCompanion
-from .shapes import Dim, Picture, Range, Symbol, TensorSpec
-from .sizes import PATCH
+from .. import Role
+from ..blocks import in_blocks
+from ..calls import Binding, EngineCall, PerImagePass, Unsupported
+from ..model_patches import STRENGTH, AbsorbedPatch, WithCompanion
+from ..shapes import Dim, Picture, Range, Symbol, TensorSpec
+from ..sizes import PATCH
+from ..token_layers import MOST_KEPT, numbers, to_tokens
 from .zimage import GROUP, ZImage, ZImageSizes, block, finished, is_plain, started
 from .zimage import NEEDS as _BASE_NEEDS
 
@@ -31,9 +32,9 @@ FUN = AbsorbedPatch(
     dict.fromkeys(("noise_refiner", "double_block"), "ZImageControlPatch"),
 )  # fmt: skip
 LAYERS = 30
-"""Native takes a network for one of so many layers, and spreads the blocks of the patch over them."""
+"""The number of layers over which native spreads the blocks of the patch, for any network."""
 BEHIND = 10 * LAYERS
-"""The number of a layer behind the last: there the patch encodes its image for the picture, and does nothing else."""
+"""The number of a layer behind the last: there the patch only encodes its image for the picture."""
 
 
 class FunSizes(ZImageSizes):
@@ -63,24 +64,19 @@ class ZImageFun(FunSizes):
     absorbs = FUN
 
     def matches(self, module: torch.nn.Module) -> bool:
-        """See ``Architecture``."""
         return type(module) is WithCompanion and BASE.matches(module.base) and _fits(module.base, module.companion)
 
     def inputs(self, module: WithCompanion, dtype: str) -> list[TensorSpec]:
-        """See ``Architecture``."""
-        return [*BASE.inputs(module.base, dtype), _hint(module.companion, dtype), _STRENGTH]
+        return [*BASE.inputs(module.base, dtype), _hint(module.companion, dtype), STRENGTH]
 
     def engine_inputs(self, module: WithCompanion, dtype: str) -> list[TensorSpec]:
-        """See ``Architecture``."""
         control = TensorSpec("control", dtype, (1, Dim("C"), module.base.dim))
-        return [*BASE.engine_inputs(module.base, dtype), control, _STRENGTH]
+        return [*BASE.engine_inputs(module.base, dtype), control, STRENGTH]
 
     def outputs(self, module: WithCompanion, dtype: str) -> list[TensorSpec]:
-        """See ``Architecture``."""
         return BASE.outputs(module.base, dtype)
 
     def function(self, module: WithCompanion) -> torch.nn.Module:
-        """See ``Architecture``."""
         return _WithFun(module)
 
     def passes(self, module: WithCompanion) -> list[PerImagePass]:
@@ -92,11 +88,7 @@ class ZImageFun(FunSizes):
         return [*BASE.passes(net), hint]
 
     def binding(self, module: WithCompanion) -> Binding:
-        """See ``Architecture``."""
         return _Binding(BASE.binding(module.base), _hint(module.companion, "float32").dims[1])
-
-
-_STRENGTH = TensorSpec("strength", "float32", (1,), sample="unit", steady=True)
 
 
 def _embedder(fun: ZImage_Control) -> torch.nn.Linear:
@@ -104,7 +96,7 @@ def _embedder(fun: ZImage_Control) -> torch.nn.Linear:
 
 
 def _hint(fun: ZImage_Control, dtype: str) -> TensorSpec:
-    """The control image as the patch encodes it, with the masked image and its mask where it takes such."""
+    """The encoded control image, with the masked image and its mask if the patch takes these."""
     channels = fun.control_in_dim + fun.additional_in_dim
     return TensorSpec("hint", dtype, (1, channels, Dim("H"), Dim("W")))
 
@@ -115,12 +107,12 @@ def _every(fun: ZImage_Control) -> int:
 
 
 def _fits(net: torch.nn.Module, fun: torch.nn.Module) -> bool:
-    """Tell whether a patch's network is one for a Z-Image, and meets its last block before the last layer."""
+    """Tell whether a patch's network fits a Z-Image, and its last block runs before the last layer."""
     if type(fun) is not ZImage_Control or not 2 <= fun.n_control_layers <= LAYERS or len(net.noise_refiner) != 2:
         return False
     blocks, refiners = list(fun.control_layers), list(fun.control_noise_refiner)
     blocks, refiners = (blocks + refiners, []) if fun.refiner_control else (blocks, refiners)
-    plain = all(is_plain(one, ZImageControlTransformerBlock) for one in blocks) and all(map(is_plain, refiners))
+    plain = all(is_plain(layer, ZImageControlTransformerBlock) for layer in blocks) and all(map(is_plain, refiners))
     ends = _every(fun) * (fun.n_control_layers - 1) < len(net.layers)  # else native goes on with it in the next step
     return plain and ends and _embedder(fun).out_features == net.dim
 
@@ -131,7 +123,7 @@ class _Binding:
     def __init__(self, base: Binding, channels: int):
         self._base, self._channels = base, channels
         self._hint: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)
-        self._strength = lru_cache(8)(_strength)
+        self._strength = lru_cache(MOST_KEPT)(numbers)
 
     def __call__(self, call: Mapping[str, Any]) -> EngineCall:
         bound = self._base(call)
@@ -139,7 +131,7 @@ class _Binding:
         if patch is None:
             raise Unsupported("there is no Fun control, or another patch beside it")
         bound.inputs["hint"] = self._steady(self._encoded(patch, call["x"]))
-        bound.inputs["strength"] = self._strength(float(patch.strength), call["x"].device)
+        bound.inputs["strength"] = self._strength((float(patch.strength),), call["x"].device)
         return bound
 
     def _encoded(self, patch: Callable[[dict], Any], x: torch.Tensor) -> torch.Tensor:
@@ -157,28 +149,22 @@ class _Binding:
         return found
 
     def _steady(self, hint: torch.Tensor) -> torch.Tensor:
-        """Return the same tensor while the hint is the same one: a copy, since ComfyUI's has no version."""
+        """Return the same tensor for the same hint: a copy, since ComfyUI's tensor has no version."""
         if self._hint[0] is not hint:
             with torch.inference_mode(False):
                 self._hint = hint, hint.clone()
         return self._hint[1]
 
 
-def _strength(value: float, device: torch.device) -> torch.Tensor:
-    with torch.inference_mode(False):
-        return torch.tensor([value], dtype=torch.float32, device=device)
-
-
 class _HintEmbedder(torch.nn.Module):
-    """Native's way of an encoded control image to tokens."""
+    """The layer from an encoded control image to tokens."""
 
     def __init__(self, embedder: torch.nn.Linear):
         super().__init__()
         self.embedder = embedder
 
     def forward(self, hint: torch.Tensor) -> tuple[torch.Tensor]:
-        patches = hint.unflatten(3, (-1, PATCH)).unflatten(2, (-1, PATCH)).permute(0, 2, 4, 3, 5, 1)
-        return (self.embedder(patches.flatten(3).flatten(1, 2)),)
+        return (self.embedder(to_tokens(hint.unsqueeze(2), channels_last=True)),)
 
 
 class _WithFun(torch.nn.Module):
@@ -192,16 +178,9 @@ class _WithFun(torch.nn.Module):
         self.blocks = in_blocks(layers, block)
 
     def forward(
-        self,
-        picture: torch.Tensor,
-        padding: torch.Tensor,
-        prompt: torch.Tensor,
-        timesteps: torch.Tensor,
-        prompt_places: torch.Tensor,
-        picture_places: torch.Tensor,
-        control: torch.Tensor,
-        strength: torch.Tensor,
-    ) -> tuple[torch.Tensor]:
+        self, picture: torch.Tensor, padding: torch.Tensor, prompt: torch.Tensor, timesteps: torch.Tensor,
+        prompt_places: torch.Tensor, picture_places: torch.Tensor, control: torch.Tensor, strength: torch.Tensor,
+    ) -> tuple[torch.Tensor]:  # fmt: skip
         net, fun = self.net, self.fun
         x, time = started(net, picture, padding, timesteps)
         control_places = picture_places[: control.shape[1]]
@@ -212,14 +191,14 @@ class _WithFun(torch.nn.Module):
         for layer, own in zip(net.noise_refiner, _refining(fun), strict=True):
             x = layer(x, picture_places, time)
             given = []
-            for one in own:
-                skip, control = _control_block(one, control, unrefined, control_places, time)
+            for block_beside in own:
+                skip, control = _control_block(block_beside, control, unrefined, control_places, time)
                 given.append(skip)
             if given:
                 x = _added(x, given[0], strength, 0)
         refined, before = x, prompt.shape[1]
         x, places = torch.cat([prompt, x], 1), torch.cat([prompt_places, picture_places])
-        blocks = {_every(fun) * i: one for i, one in enumerate(fun.control_layers)}
+        blocks = {_every(fun) * i: layer for i, layer in enumerate(fun.control_layers)}
         for i, layer in enumerate(net.layers):
             x = layer(x, places, time)
             if i in blocks:
@@ -229,23 +208,23 @@ class _WithFun(torch.nn.Module):
 
 
 def _refining(fun: ZImage_Control) -> list[list[torch.nn.Module]]:
-    """The blocks that run beside each of the two refiners; of several the first one's result is added.
+    """Return the control blocks beside each of the two refiners; of several blocks the first result is added.
 
-    Files whose own refiners are empty were trained with the others in their place: ComfyUI calls these broken.
+    Files with empty refiners were trained with ``control_layers`` in their place: ComfyUI calls these broken.
     """
     if not fun.refiner_control:
         return [[], []]
     if fun.broken:
-        first, *others = fun.control_layers
-        return [[first], others]
-    return [[one] for one in fun.control_noise_refiner]
+        first, *rest = fun.control_layers
+        return [[first], rest]
+    return [[layer] for layer in fun.control_noise_refiner]
 
 
 def _control_block(
     layer: ZImageControlTransformerBlock, control: torch.Tensor, x: torch.Tensor, places: torch.Tensor,
     time: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Compute what is added to the picture's tokens, and the control's tokens for the next block."""
+    """Return the addition to the picture's tokens, and the control's tokens for the next block."""
     if layer.block_id == 0:
         control = layer.before_proj(control) + x[:, : control.shape[1]]
     control = layer(control, places, time)
@@ -253,19 +232,18 @@ def _control_block(
 
 
 def _added(x: torch.Tensor, skip: torch.Tensor, strength: torch.Tensor, before: int) -> torch.Tensor:
-    """Add a control to the tokens that it is for, which have ``before`` others before them."""
+    """Add a control to the tokens from ``before`` on."""
     scaled = (skip.float() * strength).to(x.dtype)
     return x + F.pad(scaled, (0, 0, before, x.shape[1] - before - skip.shape[1]))
 
 
 FILE_MARKS = ()
-"""No file has both networks; those of Z-Image are known to its own family."""
+"""No file has both networks; Z-Image's own family has the marks of its files."""
 
 NEEDS = (
     *_BASE_NEEDS,
     "comfy.ldm.lumina.controlnet:ZImage_Control.forward(self, cap_feats, control_context, x_freqs_cis, adaln_input)",
     "comfy.ldm.lumina.controlnet:ZImageControlTransformerBlock.forward(self, c, x, **)",
 )
-"""Names in ComfyUI's own code that the family relies on, see ``needs``."""
 
 ARCHITECTURES = (ZImageFun(),)

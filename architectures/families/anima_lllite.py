@@ -1,7 +1,7 @@
 """Anima with LLLite, a model patch with a network of its own: both in one engine.
 
-The control image is embedded once per picture, a vector for each of its tokens. In many blocks a small network
-changes by these what the projections of attention, or the first layer behind it, take.
+The control image is embedded once per picture, a vector for each of its tokens. In many blocks small networks change by
+these vectors the inputs of attention's projections, or of the first layer behind it.
 """
 
 from __future__ import annotations
@@ -19,23 +19,24 @@ from comfy.ldm.anima.lllite import AnimaLLLite as Companion
 from comfy.ldm.anima.lllite import AnimaLLLiteModule
 from comfy.ldm.common_dit import pad_to_patch_size
 
+from ..blocks import in_blocks
+from ..calls import Binding, EngineCall, PerImagePass, Unsupported
+from ..model_patches import STRENGTH, AbsorbedPatch, WithCompanion
+from ..shapes import Dim, TensorSpec
+from ..sizes import PATCH, PICTURE
+from ..token_layers import MOST_KEPT, numbers
 from .anima import NEEDS as _BASE_NEEDS
 from .anima import SIZES, Anima, OnTokens
-from .blocks import in_blocks
-from .calls import Binding, EngineCall, PerImagePass, Unsupported
-from .model_patches import AbsorbedPatch, WithCompanion
-from .shapes import Dim, TensorSpec
-from .sizes import PATCH, PICTURE
 
 _TARGETS = {
     "attn1_patch": {"q": "self_attn_q_proj", "k": "self_attn_k_proj", "v": "self_attn_v_proj"},
     "attn2_patch": {"q": "cross_attn_q_proj"},
 }
-"""The layers whose inputs ComfyUI's node has the patch change at the places of attention."""
+"""The layers of attention whose inputs the patch of ComfyUI's node changes."""
 
 
 def _joined(parts: Mapping[str, Any]) -> Any | None:
-    """Return the patch that the parts in all places are of, as ComfyUI's node makes them."""
+    """Return the patch that all parts belong to, as from ComfyUI's node; else None."""
     patch = parts["post_input"]
     own = all(part.patch is patch for place, part in parts.items() if place != "post_input")
     return patch if own and all(parts[place].targets == targets for place, targets in _TARGETS.items()) else None
@@ -59,28 +60,23 @@ class AnimaLLLite(Anima):
     absorbs = LLLITE
 
     def matches(self, module: torch.nn.Module) -> bool:
-        """See ``Architecture``."""
         if type(module) is not WithCompanion or type(module.companion) is not Companion:
             return False
         net, lllite = module.base, module.companion
         return super().matches(net) and lllite.model_dim == net.model_channels
 
     def inputs(self, module: WithCompanion, dtype: str) -> list[TensorSpec]:
-        """See ``Architecture``."""
-        return [*super().inputs(module.base, dtype), _hint(module.companion, dtype), _STRENGTH]
+        return [*super().inputs(module.base, dtype), _hint(module.companion, dtype), STRENGTH]
 
     def engine_inputs(self, module: WithCompanion, dtype: str) -> list[TensorSpec]:
-        """See ``Architecture``."""
         features = next(m for m in module.companion.modules() if type(m) is AnimaLLLiteModule).depth_embed.shape[0]
         control = TensorSpec("control", dtype, (1, PICTURE, features))
-        return [*super().inputs(module.base, dtype), control, _STRENGTH]
+        return [*super().inputs(module.base, dtype), control, STRENGTH]
 
     def outputs(self, module: WithCompanion, dtype: str) -> list[TensorSpec]:
-        """See ``Architecture``."""
         return super().outputs(module.base, dtype)
 
     def function(self, module: WithCompanion) -> torch.nn.Module:
-        """See ``Architecture``."""
         return _WithLLLite(module)
 
     def passes(self, module: WithCompanion) -> list[PerImagePass]:
@@ -92,15 +88,11 @@ class AnimaLLLite(Anima):
         return [hint]
 
     def binding(self, module: WithCompanion) -> Binding:
-        """See ``Architecture``."""
         return _Binding(super().binding(module.base), module.companion)
 
 
-_STRENGTH = TensorSpec("strength", "float32", (1,), sample="unit", steady=True)
-
-
 def _hint(lllite: Companion, dtype: str) -> TensorSpec:
-    """The control image at the picture's size, with its mask where the patch takes one."""
+    """The control image at the picture's size, with its mask if the patch takes a mask."""
     return TensorSpec("hint", dtype, (1, lllite.cond_in_channels, Dim("R", up=Anima.pixels), Dim("C", up=Anima.pixels)))
 
 
@@ -116,7 +108,7 @@ class _Binding:
         )
         self._unencoded = SimpleNamespace(model=as_it_is)
         self._made_of: tuple[Any, ...] | None = None
-        self._strength = lru_cache(8)(_strength)
+        self._strength = lru_cache(MOST_KEPT)(numbers)
 
     def __call__(self, call: Mapping[str, Any]) -> EngineCall:
         bound = self._base(call)
@@ -125,19 +117,20 @@ class _Binding:
         if patch is None:
             raise Unsupported("there is no LLLite, or another patch beside it")
         bound.inputs["hint"] = self._hint(patch, call["x"])
-        bound.inputs["strength"] = self._strength(_acting(patch, options.get("sigmas")), call["x"].device)
+        strength = _acting(patch, options.get("sigmas"))
+        bound.inputs["strength"] = self._strength((strength,), call["x"].device)
         return bound
 
     def _hint(self, patch: Any, x: torch.Tensor) -> torch.Tensor:
         """Return the same tensor for the same image, mask and size of a picture."""
         made_of = (id(patch.image), id(patch.mask), x.shape[3:], x.dtype, x.device)
         if made_of != self._made_of:
-            self._images = patch.image, patch.mask  # kept, so that no other tensor gets their numbers
+            self._images = patch.image, patch.mask  # kept, so that no other tensor gets their ids
             self._made_of, self._made = made_of, self._fitted(patch, x)
         return self._made
 
     def _fitted(self, patch: Any, x: torch.Tensor) -> torch.Tensor:
-        """Return what the patch's own code would embed for a picture: its image and mask, at the picture's size."""
+        """Return the input of the patch's embedding: its image and mask, at the picture's size."""
         own, found = copy.copy(patch), {}
         own.model_patch, own.strength = self._unencoded, 1.0
         padded = pad_to_patch_size(x, (1, PATCH, PATCH))
@@ -157,19 +150,14 @@ def _same(image: torch.Tensor) -> torch.Tensor:
 
 
 def _acting(patch: Any, sigmas: torch.Tensor | None) -> float:
-    """Return the strength of a patch in a call: none outside of its range, which leaves all inputs as they are."""
+    """Return the strength of a patch in a call; outside of its range it is 0, which changes no input."""
     if sigmas is None or patch.strength == 0:
         return float(patch.strength)
     return float(patch.strength) if patch.sigma_end <= sigmas.max().item() <= patch.sigma_start else 0.0
 
 
-def _strength(value: float, device: torch.device) -> torch.Tensor:
-    with torch.inference_mode(False):
-        return torch.tensor([value], dtype=torch.float32, device=device)
-
-
 class _HintEmbedder(torch.nn.Module):
-    """Native's way of a control image to a vector for each token."""
+    """The layers from a control image to a vector for each token."""
 
     def __init__(self, layers: torch.nn.Module):
         super().__init__()
@@ -185,7 +173,7 @@ class _WithLLLite(OnTokens):
     def __init__(self, both: WithCompanion):
         super().__init__(both.base, both.companion)
 
-    def others(self, number: int) -> dict[str, torch.nn.Module]:
+    def companion_layers(self, number: int) -> dict[str, torch.nn.Module]:
         """See ``OnTokens``."""
         start = f"lllite_dit_blocks_{number}_"
         own = {name.removeprefix(start): layer for name, layer in self.companion.named_children()
@@ -195,7 +183,7 @@ class _WithLLLite(OnTokens):
 
 
 def _changed(layer: AnimaLLLiteModule, x: torch.Tensor, control: torch.Tensor, strength: torch.Tensor) -> torch.Tensor:
-    """Change what a layer takes by the control image."""
+    """Change a layer's input by the control image."""
     local = control + layer.depth_embed
     gamma, beta = layer.cond_to_film(local).chunk(2, -1)
     hidden = layer.mid(torch.cat((local.expand(x.shape[0], -1, -1), F.silu(layer.down(x))), -1))
@@ -204,7 +192,7 @@ def _changed(layer: AnimaLLLiteModule, x: torch.Tensor, control: torch.Tensor, s
 
 
 FILE_MARKS = ()
-"""No file has both networks; those of Anima are known to its own family."""
+"""No file has both networks; Anima's own family has the marks of its files."""
 
 NEEDS = (
     *_BASE_NEEDS,
@@ -213,6 +201,5 @@ NEEDS = (
     "comfy.ldm.anima.lllite:AnimaLLLiteModule.forward(self, x, cond_emb, strength)",
     "comfy.ldm.anima.lllite:AnimaLLLitePatch.__call__(self, args)",
 )
-"""Names in ComfyUI's own code that the family relies on, see ``needs``."""
 
 ARCHITECTURES = (AnimaLLLite(SIZES),)

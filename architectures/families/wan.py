@@ -20,14 +20,22 @@ from comfy.ldm.wan.model import (
     WanT2VCrossAttention,
 )
 
-from . import Role
-from .blocks import in_blocks
-from .calls import Binding, EngineCall, Unsupported
-from .folded_activation import linear_behind
-from .rotary import write_out_norms
-from .shapes import Dim, Sizes, TensorSpec
-from .sizes import BATCH, FRAMES, PATCH, PROMPT, VIDEO, VideoSizes
-from .token_layers import KEPT, attended, to_tokens, to_video
+from .. import Role
+from ..blocks import in_blocks
+from ..calls import Binding, EngineCall, Unsupported, prompt_of, refuse_all_but
+from ..quantised_linear import linear_behind
+from ..shapes import Dim, Sizes, TensorSpec
+from ..sizes import BATCH, FRAMES, PATCH, PROMPT, VIDEO, VideoSizes
+from ..token_layers import (
+    MOST_KEPT,
+    attended,
+    numbers,
+    rope_changes,
+    rope_options,
+    to_tokens,
+    to_video,
+    write_out_norms,
+)
 
 PATCHES = (1, PATCH, PATCH)
 CONTROLS, IMAGE = Dim("V"), Dim("I")
@@ -35,10 +43,10 @@ CONTROLS, IMAGE = Dim("V"), Dim("I")
 
 @dataclass(frozen=True, kw_only=True)
 class Wan(VideoSizes):
-    """The transformer from its tokens on. Each frame has a timestep of its own, as Wan 2.2 5B wants it.
+    """The transformer from its tokens on. Each frame has a timestep of its own, as Wan 2.2 5B needs it.
 
-    Networks that take a picture by CLIP have ``clip``. VACE has ``controls``, its control videos as tokens, one after
-    the other for the whole batch, and ``strengths``.
+    Networks that take a picture by CLIP have ``clip``. VACE has ``strengths``, and ``controls``: the tokens of a
+    control video for the whole batch, then of the next video.
 
     Attributes:
         kind: class of the native network.
@@ -82,11 +90,11 @@ class Wan(VideoSizes):
         return _OnTokens(module)
 
     def binding(self, module: WanModel) -> Binding:
-        return partial(_bind, module, lru_cache(KEPT)(partial(_places, module)), lru_cache(KEPT)(_strengths))
+        return partial(_bind, module, lru_cache(MOST_KEPT)(partial(_places, module)), lru_cache(MOST_KEPT)(numbers))
 
 
 _SMALL_LATENT = 48
-"""Channels of the latent of Wan 2.2's own VAE, which is smaller along each side: 16 pixels are one element."""
+"""Channels of the latent of Wan 2.2's own VAE, whose elements are 16 pixels along each side."""
 
 
 def _is_plain(block: torch.nn.Module) -> bool:
@@ -110,25 +118,19 @@ def _bind(
     module: WanModel, places: Callable[..., torch.Tensor], strengths: Callable[..., torch.Tensor],
     call: Mapping[str, Any],
 ) -> EngineCall:  # fmt: skip
-    x, context = call["x"], call.get("context")
-    if context is None:
-        raise Unsupported("there is no prompt")
+    x, context = call["x"], prompt_of(call)
     vace = isinstance(module, VaceWanModel)
-    ignored = _TAKEN | (_OF_VACE if vace else set()) | ({"reference_latent"} if module.ref_conv is None else set())
-    for name in call.keys() - ignored:
-        if call[name] is not None:
-            raise Unsupported(name)
+    taken = _TAKEN | (_OF_VACE if vace else set()) | ({"reference_latent"} if module.ref_conv is None else set())
+    refuse_all_but(call, taken)
     padded = pad_to_patch_size(x, PATCHES)
     if (behind := call.get("time_dim_concat")) is not None:
         padded = torch.cat([padded, pad_to_patch_size(behind, PATCHES)], 2)
     frames = padded.shape[2]
-    options = (call.get("transformer_options") or {}).get("rope_options")
-    changed = None if options is None else tuple(sorted(options.items()))
     inputs = {
         "video": to_tokens(padded),
         "context": context,
         "timestep": _timesteps(call["timestep"], frames, vace),
-        "pe": places(frames, *x.shape[3:], changed, x.device, x.dtype),
+        "pe": places(frames, *x.shape[3:], rope_changes(call), x.device, x.dtype),
     }
     if module.img_emb is not None:
         inputs["clip"] = _clip(module, call.get("clip_fea"))
@@ -144,7 +146,7 @@ def _bind(
 
 
 def _timesteps(timestep: torch.Tensor, frames: int, vace: bool) -> torch.Tensor:
-    """The timestep of each frame, (batch, frames)."""
+    """Return the timestep of each frame, (batch, frames)."""
     if timestep.ndim == 1:
         return timestep.unsqueeze(1).expand(-1, frames)
     if vace or timestep.shape[1] not in (1, frames):
@@ -162,7 +164,7 @@ def _clip(module: WanModel, features: torch.Tensor | None) -> torch.Tensor:
 
 
 def _controls(call: Mapping[str, Any], strengths: Callable[..., torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The control videos of VACE: given as (batch, videos, channels, frames, height, width)."""
+    """Return the inputs of VACE. A call has (batch, videos, channels, frames, height, width)."""
     videos, given = call["vace_context"], call["vace_strength"]
     if any(side % PATCH for side in videos.shape[-2:]):
         raise Unsupported("a control video of odd sides, which does not fit the padded latent")
@@ -174,28 +176,23 @@ def _controls(call: Mapping[str, Any], strengths: Callable[..., torch.Tensor]) -
     }
 
 
-def _strengths(values: tuple[float, ...], device: torch.device) -> torch.Tensor:
-    return torch.tensor(values, device=device)
-
-
 def _places(
-    module: WanModel, frames: int, height: int, width: int, changed: tuple | None, device: torch.device,
+    module: WanModel, frames: int, height: int, width: int, changes: tuple, device: torch.device,
     dtype: torch.dtype,
 ) -> torch.Tensor:  # fmt: skip
-    """Cosine and sine of each token's angles, as native places it: (frames, rows, columns, angles, 2).
+    """Return cosine and sine of each token's angles, as native places it: (frames, rows, columns, angles, 2).
 
     Args:
-        changed: another node's ``rope_options``.
+        changes: see ``rope_changes``.
     """
-    options = {"rope_options": None if changed is None else dict(changed)}
     turns = WanModel.rope_encode(
-        module, frames, height, width, device=device, dtype=dtype, transformer_options=options
+        module, frames, height, width, device=device, dtype=dtype, transformer_options=rope_options(changes)
     )  # (1, tokens, 1, angles, 2, 2)
     return turns[0, :, 0, :, :, 0].unflatten(0, (frames, -(-height // PATCH), -(-width // PATCH))).contiguous()
 
 
 def _waves(count: int, times: torch.Tensor) -> torch.Tensor:
-    """Native's cosines and sines of timesteps, behind their dimensions."""
+    """Return native's cosines and sines of timesteps, in a further dimension."""
     half = count // 2
     rates = torch.pow(10000, -torch.arange(half, device=times.device, dtype=torch.float32).div(half))
     angles = times.unsqueeze(-1) * rates
@@ -203,23 +200,23 @@ def _waves(count: int, times: torch.Tensor) -> torch.Tensor:
 
 
 def _embedded(layer: torch.nn.Conv3d, tokens: torch.Tensor) -> torch.Tensor:
-    """Native's convolution of whole patches, which is in float32 whatever the network computes in."""
+    """Compute native's convolution of whole patches, which is in float32 for each dtype of the network."""
     wide = torch.nn.functional.linear(tokens.float(), layer.weight.flatten(1).float(), layer.bias.float())
     return wide.to(tokens.dtype)
 
 
 def _in_frames(tokens: torch.Tensor, pe: torch.Tensor) -> torch.Tensor:
-    """Tokens in a row as those of frames; ``pe`` has the sizes."""
+    """Split tokens into frames: (batch, frames, tokens of a frame, features); ``pe`` has the sizes."""
     return tokens.unflatten(1, (pe.shape[0], pe.shape[1] * pe.shape[2]))
 
 
 def _moved(x: torch.Tensor, shift: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """Scale and shift tokens, (batch, frames, tokens of a frame, features), by what each frame has; in a row."""
+    """Scale and shift tokens of frames, (batch, frames, tokens of a frame, features); return (batch, tokens, ...)."""
     return torch.addcmul(shift.unsqueeze(2), x, 1 + scale.unsqueeze(2)).flatten(1, 2)
 
 
 def _plus(x: torch.Tensor, more: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
-    """Add tokens in a row to those of frames, as much as each frame says."""
+    """Add tokens, (batch, tokens, features), to tokens of frames, times each frame's gate."""
     return torch.addcmul(x, more.reshape_as(x), gate.unsqueeze(2))
 
 
@@ -228,7 +225,7 @@ def _heads(layer: WanSelfAttention, x: torch.Tensor) -> torch.Tensor:
 
 
 def _cross(layer: WanSelfAttention, x: torch.Tensor, words: torch.Tensor, clip: torch.Tensor | None) -> torch.Tensor:
-    """Attention to the prompt, and to a picture by CLIP where the layer has one."""
+    """Compute attention to the prompt, and to a picture by CLIP, if any."""
     q = _heads(layer, layer.norm_q(layer.q(x)))
     found = attended(q, _heads(layer, layer.norm_k(layer.k(words))), _heads(layer, layer.v(words)))
     if clip is not None:
@@ -241,10 +238,10 @@ def _block(
     block: WanAttentionBlock, x: torch.Tensor, time: torch.Tensor, pe: torch.Tensor, words: torch.Tensor,
     clip: torch.Tensor | None,
 ) -> torch.Tensor:  # fmt: skip
-    """Native's block.
+    """Compute native's block.
 
     Args:
-        x: (batch, frames, tokens of a frame, features): so no size has to be divided by another.
+        x: (batch, frames, tokens of a frame, features): so no size is divided by another.
         time: (batch, frames, 6, features).
         pe: (tokens, angles, 2).
     """
@@ -259,7 +256,7 @@ def _block(
 
 
 class _Controls:
-    """The control videos of one call, on their way beside the video."""
+    """The control videos of a call, whose blocks run beside the video's."""
 
     def __init__(
         self, net: VaceWanModel, x: torch.Tensor, pe: torch.Tensor, strengths: torch.Tensor, videos: torch.Tensor
@@ -268,7 +265,7 @@ class _Controls:
         self._c = _in_frames(_embedded(net.vace_patch_embedding, videos), pe)
 
     def add(self, number: int, x: torch.Tensor, time: torch.Tensor, pe: torch.Tensor, words: torch.Tensor):
-        """Return the video's tokens with what the control videos add behind a block, if they add something there."""
+        """Return the video's tokens behind a block, with the results of the control block there, if any."""
         own = self._net.vace_layers_mapping.get(number)
         if own is None:
             return x
@@ -325,7 +322,6 @@ NEEDS = (
     "comfy.ldm.wan.model:WanSelfAttention",
     "comfy.ldm.wan.model:WanT2VCrossAttention",
 )
-"""Names in ComfyUI's own code that the family relies on, see ``needs``."""
 
 ARCHITECTURES = (
     Wan(SIZES, name="wan", kind=WanModel, small=False, pixels=16, usual_frames=21),

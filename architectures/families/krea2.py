@@ -14,15 +14,15 @@ from comfy.ldm.flux.layers import EmbedND, timestep_embedding
 from comfy.ldm.krea2.model import SingleStreamBlock, SingleStreamDiT
 from comfy.utils import repeat_to_batch_size
 
-from . import Role
-from .blocks import in_blocks
-from .calls import Binding, EngineCall, Unsupported
-from .shapes import Dim, Sizes, TensorSpec
-from .sizes import BATCH, PATCH, PICTURE, PROMPT, REFERENCE, TokenSizes
-from .token_layers import KEPT, attended, to_latent
+from .. import Role
+from ..blocks import in_blocks
+from ..calls import Binding, EngineCall, Unsupported, prompt_of, refuse_all_but
+from ..shapes import Dim, Sizes, TensorSpec
+from ..sizes import BATCH, PATCH, PICTURE, PROMPT, REFERENCE, TokenSizes
+from ..token_layers import MOST_KEPT, attended, latent_to_tokens, normed, to_latent
 
 ZERO = "index_timestep_zero"
-"""ComfyUI's name of the way to place references in which their time is zero."""
+"""ComfyUI's name of the method of references whose time is zero."""
 
 Size = tuple[int, int]
 
@@ -57,63 +57,50 @@ class Krea2(TokenSizes):
         return _OnTokens(module)
 
     def binding(self, module: SingleStreamDiT) -> Binding:
-        places = lru_cache(KEPT)(partial(_places, module.pe_embedder))
+        places = lru_cache(MOST_KEPT)(partial(_places, module.pe_embedder))
         return partial(_bind, places, module.default_ref_method)
 
 
-_ARGUMENTS = frozenset({*Krea2.arguments, "ref_latents_method", "crossattn_controlnet"})
+_TAKEN = frozenset({*Krea2.arguments, "ref_latents_method", "crossattn_controlnet"})
 """Arguments that a call may carry. Native looks at neither ``attention_mask`` nor the last one."""
 
 
 def _bind(
     places: Callable[..., dict[str, torch.Tensor]], usual_method: str | None, call: Mapping[str, Any]
 ) -> EngineCall:
-    x, context, timestep = call["x"], call.get("context"), call["timesteps"]
-    if context is None:
-        raise Unsupported("there is no prompt")
-    for name in call.keys() - _ARGUMENTS:
-        if call[name] is not None:
-            raise Unsupported(name)
+    x, context, timestep = call["x"], prompt_of(call), call["timesteps"]
+    refuse_all_but(call, _TAKEN)
     method = call.get("ref_latents_method", usual_method)
     references = call.get("ref_latents") or [] if method is not None else []  # without a method native ignores them
     if any(latent.ndim == 5 and latent.shape[2] != 1 for latent in (x, *references)):
         raise Unsupported("a latent of several pictures in a row")
     latents = [repeat_to_batch_size(_flat(reference), x.shape[0]) for reference in references]
-    image = _tokens(_flat(x))
+    image = latent_to_tokens(_flat(x))
     inputs = {"image": image, "context": context, "timestep": timestep, "reference_timestep": timestep}
-    inputs["reference"] = torch.cat([image[:, :0], *map(_tokens, latents)], 1)
+    inputs["reference"] = torch.cat([image[:, :0], *map(latent_to_tokens, latents)], 1)
     if references and method == ZERO:
         inputs["reference_timestep"] = torch.zeros_like(timestep)
     inputs |= places(x.shape[-2:], tuple((r.shape[-2], r.shape[-1]) for r in latents), x.device)
 
     def finish(outputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        return _picture(outputs["out"].to(x.device, x.dtype), x)
+        picture = to_latent(outputs["out"].to(x.device, x.dtype), _flat(x))
+        return picture.unsqueeze(2) if x.ndim == 5 else picture
 
     return EngineCall(inputs, finish)
 
 
 _NATIVE = SimpleNamespace(patch=PATCH)
-"""All that native's ``process_img`` reads of its network."""
+"""The only attribute that native's ``process_img`` reads of its network."""
 
 
 def _flat(latent: torch.Tensor) -> torch.Tensor:
     return latent[:, :, 0] if latent.ndim == 5 else latent
 
 
-def _tokens(latent: torch.Tensor) -> torch.Tensor:
-    return SingleStreamDiT.process_img(_NATIVE, latent)[0]
-
-
-def _picture(tokens: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """The inverse of ``_tokens``, without what was padded, in as many dimensions as the latent has."""
-    picture = to_latent(tokens, _flat(like), PATCH)
-    return picture.unsqueeze(2) if like.ndim == 5 else picture
-
-
 def _places(
     embedder: EmbedND, size: Size, references: Sequence[Size], device: torch.device
 ) -> dict[str, torch.Tensor]:
-    """Rotary embeddings of picture and references, as native places them: cosine and sine."""
+    """Return rotary embeddings of picture and references, as native places them: cosine and sine."""
 
     def ids(sides: Size, index: int) -> torch.Tensor:
         return SingleStreamDiT.process_img(_NATIVE, torch.zeros(1, 1, *sides, device=device), index=index)[1]
@@ -121,19 +108,17 @@ def _places(
     def embedded(ids: torch.Tensor) -> torch.Tensor:
         return embedder(ids)[0, 0, ..., 0].contiguous()
 
-    others = [ids(sides, index) for index, sides in enumerate(references, 1)]
+    beside = [ids(sides, index) for index, sides in enumerate(references, 1)]
     nothing = torch.zeros(1, 0, 3, device=device)
     return {
         "pe_image": embedded(ids(size, 0)).unflatten(0, tuple(-(-side // PATCH) for side in size)),
-        "pe_reference": embedded(torch.cat([nothing, *others], 1)),
+        "pe_reference": embedded(torch.cat([nothing, *beside], 1)),
     }
 
 
 def _norm(layer: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
-    """Native's norm in float32, written out: the exporter to ONNX has no word for it."""
-    values = x.float()
-    scale = torch.rsqrt(values.square().mean(-1, keepdim=True) + layer.eps)
-    return (values * scale * (1 + layer.scale.float())).to(x.dtype)
+    """Native's norm, written out: the exporter to ONNX does not know it."""
+    return normed(x, 1 + layer.scale.float(), layer.eps).to(x.dtype)
 
 
 def _mlp(layer: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
@@ -148,7 +133,7 @@ def _attention(layer: torch.nn.Module, x: torch.Tensor, pe: torch.Tensor | None 
 
 
 def _fused_text(net: SingleStreamDiT, context: torch.Tensor) -> torch.Tensor:
-    """The prompt as the transformer takes it, from what the text encoder's layers say of each token."""
+    """Return the prompt as the transformer takes it, from the text encoder's layers for each token."""
 
     def through(blocks: Sequence[torch.nn.Module], x: torch.Tensor) -> torch.Tensor:
         for block in blocks:
@@ -197,7 +182,12 @@ def _block(
     block: SingleStreamBlock, h: torch.Tensor, times: Sequence[torch.Tensor | None], pe: torch.Tensor,
     behind: torch.Tensor | None,
 ) -> torch.Tensor:  # fmt: skip
-    """Native's block; ``behind`` has a row for each token of references, which have the second of ``times``."""
+    """Compute native's block.
+
+    Args:
+        times: of the picture and the prompt, and of references.
+        behind: a row for each token of references.
+    """
     moved = [(time + block.mod.lin.to(time.dtype)).chunk(6, -1) for time in times if time is not None]
 
     def parts(x: torch.Tensor) -> Sequence[torch.Tensor]:
@@ -226,6 +216,5 @@ NEEDS = (
     "comfy.ldm.krea2.model:SingleStreamDiT._forward"
     "(self, x, timesteps, context, attention_mask, ref_latents, transformer_options, **)",
 )
-"""Names in ComfyUI's own code that the family relies on, see ``needs``."""
 
 ARCHITECTURES = (Krea2(SIZES),)

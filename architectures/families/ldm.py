@@ -5,20 +5,21 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from comfy.ldm.modules.attention import BasicTransformerBlock, CrossAttention, SpatialTransformer
 from comfy.ldm.modules.diffusionmodules.openaimodel import Downsample, ResBlock
 
-from .fused_linear import FusedLinear, Place, fuse
-from .shapes import Dim, TensorSpec
+from ..blocks import OVERRIDE
+from ..fused_linear import Child, FusedLinear, fuse
+from ..shapes import Dim, TensorSpec
+from ..token_layers import attended
 
 MOST_FUSED = 1 << 26
-"""Elements of a weight that layers share: it is made anew while those that it is made from are still there."""
+"""Most elements of a fused weight, which is made while the weights of its layers are still there."""
 BATCH, HEIGHT, WIDTH, TOKENS, HINT_BATCH = Dim("B"), Dim("H"), Dim("W"), Dim("T"), Dim("HB")
 
 
 def context_width(module: torch.nn.Module) -> int | None:
-    """Features per prompt token that the cross-attention layers read, or None when there are none."""
+    """Return the features per prompt token that cross-attention reads, or None without cross-attention."""
     for name, layer in module.named_modules():
         if isinstance(layer, CrossAttention) and name.endswith("attn2"):
             return layer.to_k.in_features
@@ -26,7 +27,7 @@ def context_width(module: torch.nn.Module) -> int | None:
 
 
 def vector_width(module: torch.nn.Module) -> int | None:
-    """Features of the vector conditioning ``y`` (SDXL's pooled prompt and sizes), or None when the net takes none."""
+    """Return the features of the vector conditioning ``y`` (SDXL's pooled prompt and sizes), or None without it."""
     return module.label_emb[0][0].in_features if module.num_classes == "sequential" else None
 
 
@@ -42,7 +43,7 @@ def is_plain_2d(module: torch.nn.Module, takes_y: bool) -> bool:
 
 
 def skip_dims(module: torch.nn.Module) -> list[tuple[int, int]]:
-    """(channels, downsampling) of the encoder's output after each input block, which is where residuals go."""
+    """Return (channels, downsampling) of the encoder's output after each input block, where residuals are added."""
     channels, down, skips = 0, 1, []
     for block in module.input_blocks:
         for layer in block:
@@ -54,7 +55,7 @@ def skip_dims(module: torch.nn.Module) -> list[tuple[int, int]]:
 
 
 def residual_specs(module: torch.nn.Module, dtype: str, prefix: str = "", optional: bool = False) -> list[TensorSpec]:
-    """The residuals that a ControlNet with this encoder gives, and that a UNet with this encoder takes.
+    """Return the residuals that a ControlNet with this encoder gives, and that a UNet with this encoder takes.
 
     They are named in ComfyUI's order: ``output_<i>`` from the first input block on, then ``middle_0``.
     """
@@ -64,15 +65,15 @@ def residual_specs(module: torch.nn.Module, dtype: str, prefix: str = "", option
 
 
 def residual_spec(name: str, dtype: str, skip: tuple[int, int], optional: bool) -> TensorSpec:
-    """A residual that is added where the encoder has so many (channels, downsampling)."""
+    """Return a residual for a place of the encoder, by its (channels, downsampling)."""
     channels, down = skip
     return TensorSpec(name, dtype, (BATCH, channels, Dim("H", down=down), Dim("W", down=down)), optional)
 
 
 def token_dims(module: torch.nn.Module) -> list[tuple[int, int]]:
-    """(features, downsampling) of the tokens of each self-attention layer of a UNet, in the order of a pass.
+    """Return (features, downsampling) of the tokens of each self-attention layer of a UNet, in the order of a pass.
 
-    Empty if a layer has no self-attention in its place.
+    Empty if a layer has cross-attention in its place.
     """
     downs = [down for _, down in skip_dims(module)]
     blocks = [*module.input_blocks, module.middle_block or torch.nn.Identity(), *module.output_blocks]
@@ -86,7 +87,7 @@ def token_dims(module: torch.nn.Module) -> list[tuple[int, int]]:
 
 
 def token_specs(module: torch.nn.Module, dtype: str, prefix: str, frames: Dim | None = None) -> list[TensorSpec]:
-    """The tokens of each self-attention layer of one frame, or of so many."""
+    """Return the tokens of each self-attention layer, of a frame or of ``frames``."""
     specs = []
     for number, (features, down) in enumerate(token_dims(module)):
         length = Dim("H", down=down) * Dim("W", down=down)
@@ -96,13 +97,13 @@ def token_specs(module: torch.nn.Module, dtype: str, prefix: str, frames: Dim | 
 
 
 def residual_places(module: torch.nn.Module, prefix: str = "") -> dict[str, list[str | None]]:
-    """The residuals of ``residual_specs`` in the order in which native consumes ComfyUI's lists."""
+    """Return the residuals of ``residual_specs`` in the order in which native consumes ComfyUI's lists."""
     blocks = range(len(module.input_blocks))
     return {"output": [f"{prefix}output_{i}" for i in reversed(blocks)], "middle": [f"{prefix}middle_0"]}
 
 
 def conditioning_specs(module: torch.nn.Module, dtype: str) -> list[TensorSpec]:
-    """``timesteps`` (always float32: both networks embed them in float32), ``context``, and ``y`` where it is taken."""
+    """Return specs of ``timesteps`` (float32, as both networks embed them), ``context``, and ``y`` if it is taken."""
     specs = [
         TensorSpec("timesteps", "float32", (BATCH,), sample="timestep"),
         TensorSpec("context", dtype, (BATCH, TOKENS, context_width(module))),
@@ -113,27 +114,21 @@ def conditioning_specs(module: torch.nn.Module, dtype: str) -> list[TensorSpec]:
 
 
 def sdpa(
-    _native: Any,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    heads: int,
-    mask: torch.Tensor | None = None,
+    _native: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, heads: int, mask: torch.Tensor | None = None,
     **_: Any,
-) -> torch.Tensor:
-    """Attention as one scaled_dot_product_attention, for ComfyUI's ``optimized_attention_override``.
+) -> torch.Tensor:  # fmt: skip
+    """Compute attention by scaled_dot_product_attention, in the place of ComfyUI's.
 
     q, k, v and the result are (batch, tokens, heads * features).
     """
     if mask is not None:
         raise NotImplementedError("masked attention has no place in these networks")
-    split = [t.unflatten(-1, (heads, -1)).transpose(1, 2) for t in (q, k, v)]
-    return F.scaled_dot_product_attention(*split).transpose(1, 2).flatten(2)
+    return attended(*(t.unflatten(-1, (heads, -1)) for t in (q, k, v)))
 
 
 def transformer_options() -> dict:
-    """ComfyUI's per-call options with nothing but the exportable attention in them."""
-    return {"optimized_attention_override": sdpa}
+    """Return ComfyUI's per-call options with the exportable attention alone."""
+    return {OVERRIDE: sdpa}
 
 
 def use_sdpa(module: torch.nn.Module) -> None:
@@ -149,13 +144,13 @@ def use_sdpa(module: torch.nn.Module) -> None:
 
 
 def fuse_layers(module: torch.nn.Module) -> list[FusedLinear]:
-    """Compute as one, in a copy, what takes the same input.
+    """Fuse layers that take the same input, in a copy.
 
-    That is query, key and value of each self-attention; keys and values of the prompt in all cross-attentions; and what
-    all blocks take of the timestep.
+    These are query, key and value of each self-attention; keys and values of the prompt in all cross-attentions; and
+    the projections of the timestep in all blocks.
     """
-    groups: list[list[Place]] = []
-    together: dict[tuple, list[Place]] = {}
+    groups: list[list[Child]] = []
+    together: dict[tuple, list[Child]] = {}
     for block in [layer for layer in module.modules() if isinstance(layer, BasicTransformerBlock)]:
         for attention in (block.attn1, block.attn2):
             if attention is None:
@@ -174,8 +169,8 @@ def fuse_layers(module: torch.nn.Module) -> list[FusedLinear]:
     return fuse(module, groups)
 
 
-def _bounded(places: list[Place], width: int) -> list[list[Place]]:
-    """Places whose fused weight has no more than ``MOST_FUSED`` elements."""
+def _bounded(places: list[Child], width: int) -> list[list[Child]]:
+    """Split children into groups whose fused weight has no more than ``MOST_FUSED`` elements."""
     groups, elements = [[]], 0
     for place in places:
         layer = place[0].get_submodule(place[1])

@@ -16,20 +16,19 @@ import torch.nn.functional as F
 from comfy.ldm.flux.layers import DoubleStreamBlock, SingleStreamBlock, timestep_embedding
 from comfy.ldm.hunyuan_video.model import HunyuanVideo as Native
 
-from . import Role
-from .blocks import in_blocks
-from .calls import Binding, EngineCall, Unsupported
+from .. import Role
+from ..blocks import in_blocks
+from ..calls import Binding, EngineCall, Unsupported, prompt_of, refuse_all_but
+from ..shapes import Dim, Range, RequestedSizes, Sizes, Symbol, TensorSpec
+from ..sizes import BATCH, FRAMES, PROMPT, VIDEO, VideoSizes
+from ..token_layers import MOST_KEPT, RotaryAttention, to_tokens, to_video, write_out_norms
 from .flux import thousandths
-from .rotary import RotaryAttention, write_out_norms
-from .shapes import Dim, Range, RequestedSizes, Sizes, Symbol, TensorSpec
-from .sizes import BATCH, FRAMES, PROMPT, VIDEO, VideoSizes
-from .token_layers import KEPT, to_tokens
 
 GLYPHS, IMAGE = Dim("G"), Dim("I")
 SEEN, MOST_GLYPHS = 729, 256
-"""Tokens that ComfyUI's SigLIP encoder makes of a picture; those of quoted text, by byT5, that a file engine takes."""
+"""Tokens of a picture by ComfyUI's SigLIP encoder; tokens of quoted text, by byT5, that a file engine takes."""
 _SUMMED = 4096
-"""Tokens of a prompt that a compiled file sums in one way, to take their mean; Inductor sums more in another."""
+"""The longest prompt whose mean a compiled file takes; Inductor compiles longer sums differently."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,22 +104,18 @@ class HunyuanVideo(VideoSizes):
         return _OnTokens(module)
 
     def binding(self, module: Native) -> Binding:
-        return partial(_bind, module, lru_cache(KEPT)(partial(_places, module)))
+        return partial(_bind, module, lru_cache(MOST_KEPT)(partial(_places, module)))
 
 
-_UNSERVED = ("attention_mask", "guiding_frame_index", "ref_latent", "control")
-_IGNORED = frozenset({"denoise_mask", "crossattn_controlnet"})
-"""Arguments that native does not look at."""
+_TAKEN = frozenset({"x", "timestep", "context", "y", "txt_byt5", "clip_fea", "guidance", "disable_time_r",
+                    "transformer_options", "denoise_mask", "crossattn_controlnet"})  # fmt: skip
+"""Arguments that a call may carry. Native looks at neither of the last two."""
 
 
 def _bind(module: Native, places: Callable[..., torch.Tensor], call: Mapping[str, Any]) -> EngineCall:
-    x, context, timestep = call["x"], call.get("context"), call["timestep"]
-    if context is None:
-        raise Unsupported("there is no prompt")
-    for name in (*_UNSERVED, *(call.keys() - _IGNORED - set(HunyuanVideo.arguments))):
-        if call.get(name) is not None:
-            raise Unsupported(name)
-    video, patch = x if x.ndim == _OF_VIDEO else x.unsqueeze(2), module.patch_size[-1]
+    x, context, timestep = call["x"], prompt_of(call), call["timestep"]
+    refuse_all_but(call, _TAKEN)
+    video, patch = x if x.ndim == 5 else x.unsqueeze(2), module.patch_size[-1]
     frames, rows, columns = video.shape[2], video.shape[3] // patch, video.shape[4] // patch
     if (rows * patch, columns * patch) != video.shape[3:]:
         raise Unsupported("a latent of odd sides, which the network does not take")
@@ -135,19 +130,14 @@ def _bind(module: Native, places: Callable[..., torch.Tensor], call: Mapping[str
         inputs |= _next_sigma(call, timestep)
 
     def finish(outputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        patches = outputs["out"].unflatten(1, (frames, rows, columns)).unflatten(-1, (-1, patch, patch))
-        result = patches.permute(0, 4, 1, 2, 5, 3, 6).flatten(5, 6).flatten(3, 4)
-        return (result if x.ndim == _OF_VIDEO else result.squeeze(2)).to(x.device, x.dtype)
+        result = to_video(outputs["out"], frames, rows, columns, patch, channels_last=False)
+        return (result if x.ndim == 5 else result.squeeze(2)).to(x.device, x.dtype)
 
     return EngineCall(inputs, finish)
 
 
-_OF_VIDEO = 5
-"""Dimensions of a video's latent."""
-
-
 def _conditioning(module: Native, call: Mapping[str, Any], context: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Those tensors beside the prompt that the network takes."""
+    """Return the tensors beside the prompt that the network takes."""
     given = {name: call.get(name) for name in ("y", "guidance", "txt_byt5", "clip_fea")}
 
     def needed(name: str) -> torch.Tensor:
@@ -173,7 +163,7 @@ def _conditioning(module: Native, call: Mapping[str, Any], context: torch.Tensor
 
 
 def _next_sigma(call: Mapping[str, Any], timestep: torch.Tensor) -> dict[str, torch.Tensor]:
-    """The sigma of the step behind this one, where the sampler's list has it; the host waits for nothing."""
+    """Return the next step's sigma, if the sampler's list has it. The host does not wait for the GPU."""
     options = call.get("transformer_options") or {}
     if call.get("disable_time_r"):
         return {"next_sigma": torch.zeros_like(timestep), "has_next": torch.zeros_like(timestep)}
@@ -187,24 +177,15 @@ def _next_sigma(call: Mapping[str, Any], timestep: torch.Tensor) -> dict[str, to
 
 
 def _places(module: Native, size: tuple[int, int, int], device: torch.device, dtype: torch.dtype) -> torch.Tensor:
-    """Cosine and sine of each token's angles, as native places it: (frames, rows, columns, angles, 2)."""
+    """Return cosine and sine of each token's angles, as native places it: (frames, rows, columns, angles, 2)."""
     sides = map(mul, size[-len(module.patch_size) :], module.patch_size)
     latent = torch.zeros(1, 1, *sides, device=device, dtype=dtype)
-    ids = (Native.img_ids if latent.ndim == _OF_VIDEO else Native.img_ids_2d)(module, latent)
+    ids = (Native.img_ids if latent.ndim == 5 else Native.img_ids_2d)(module, latent)
     return module.pe_embedder(ids)[0, 0, ..., 0].unflatten(0, size).contiguous()
 
 
-def _plain_attention(
-    _native: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, heads: int, **_: Any
-) -> torch.Tensor:
-    return F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
-
-
-_PLAIN = {"optimized_attention_override": _plain_attention}
-
-
 class _OnTokens(torch.nn.Module):
-    """Native's forward behind its patches, with the parts that a network lacks left out."""
+    """Native's forward behind its patches, without the parts that a network lacks."""
 
     def __init__(self, net: Native):
         super().__init__()
@@ -252,9 +233,9 @@ class _OnTokens(torch.nn.Module):
     def _words(
         self, context: torch.Tensor, timestep: torch.Tensor, byt5: torch.Tensor | None, vision: torch.Tensor | None
     ) -> torch.Tensor:
-        """All tokens of text and picture, in native's order."""
+        """Return all tokens of text and picture, in native's order."""
         net, kinds = self.net, self.net.cond_type_embedding
-        txt = net.txt_in(context, timestep, None, transformer_options=_PLAIN)
+        txt = net.txt_in(context, timestep, None, transformer_options=RotaryAttention().options)
         if kinds is not None:
             txt = txt + kinds.weight[0].to(txt.dtype)
         if byt5 is not None:
@@ -285,7 +266,6 @@ NEEDS = (
     "comfy.ldm.hunyuan_video.model:HunyuanVideo.img_ids(self, x)",
     "comfy.ldm.hunyuan_video.model:HunyuanVideo.img_ids_2d(self, x)",
 )
-"""Names in ComfyUI's own code that the family relies on, see ``needs``."""
 
 ARCHITECTURES = (
     HunyuanVideo(_VIDEO, name="hunyuan_video15", patches=(1, 1, 1), vision=True, pixels=16, usual_frames=31),

@@ -16,24 +16,24 @@ from comfy.ldm.models.autoencoder import AutoencoderKL, AutoencodingEngine, Diag
 from comfy.ldm.modules.diffusionmodules.model import AttnBlock, Decoder, Encoder
 from comfy.taesd.taesd import TAESD
 
-from . import Role
-from .calls import Binding, EngineCall, Unsupported
-from .shapes import Dim, Picture, Profile, Range, RequestedSizes, Sizes, TensorSpec
-from .sizes import LATENT, LatentSizes
+from .. import Role
+from ..calls import Binding, EngineCall, refuse_all_but
+from ..shapes import Dim, Picture, Profile, Range, RequestedSizes, Sizes, TensorSpec
+from ..sizes import BATCH, LATENT, LatentSizes
 
 CHANNELS = 3
 FILE_MARKS = ()
-"""No file of a diffusion model is recognised by its VAE."""
+"""No file of a diffusion model is known by its VAE."""
 
 
 @dataclass(frozen=True)
 class AutoencoderSizes(LatentSizes):
-    """Sizes of one picture without a prompt: ComfyUI's batches are split, because a call of one fits every batch.
+    """Sizes of a single picture without a prompt. ComfyUI's batches are split, so that a call fits every batch.
 
     Attributes:
-        working_values: numbers that a compiled call holds at its height, for each pixel; from benchmarks/vae.py, with
-            a tenth more. TAESD's encoder was not measured and has its decoder's; that of 16 px has those of 8 px, whose
-            layers it has.
+        working_values: numbers that a compiled call holds at its peak, for each pixel; from benchmarks/vae.py, with
+            a tenth more. TAESD's encoder was not measured and has its decoder's number. Autoencoders of 16 px have the
+            layers, and the numbers, of autoencoders of 8 px.
         pixels: along each side of a latent element.
     """
 
@@ -64,20 +64,19 @@ class AutoencoderSizes(LatentSizes):
 
     def inputs(self, module: torch.nn.Module, dtype: str) -> list[TensorSpec]:
         """See ``Architecture``: a latent, or pixels from -1 to 1."""
-        decodes = self.role is Role.VAE_DECODER
-        return [_latent("images", module, dtype) if decodes else _picture("images", dtype, self.pixels)]
+        return [self._spec("images", module, dtype, latent=self.role is Role.VAE_DECODER)]
 
     def outputs(self, module: torch.nn.Module, dtype: str) -> list[TensorSpec]:
-        """See ``Architecture``."""
-        decodes = self.role is Role.VAE_DECODER
-        return [_picture("result", dtype, self.pixels) if decodes else _latent("result", module, dtype)]
+        return [self._spec("result", module, dtype, latent=self.role is Role.VAE_ENCODER)]
+
+    def _spec(self, name: str, module: torch.nn.Module, dtype: str, latent: bool) -> TensorSpec:
+        channels, pixels = (_channels(module), 1) if latent else (CHANNELS, self.pixels)
+        return TensorSpec(name, dtype, (BATCH, channels, Dim("H", up=pixels), Dim("W", up=pixels)))
 
     def binding(self, module: torch.nn.Module) -> Binding:
-        """See ``Architecture``."""
         return _bind
 
     def function(self, module: torch.nn.Module) -> torch.nn.Module:
-        """See ``Architecture``."""
         for layer in module.modules():
             if isinstance(layer, AttnBlock):
                 layer.optimized_attention = _attention
@@ -87,13 +86,12 @@ class AutoencoderSizes(LatentSizes):
 
 
 class KLAutoencoder(AutoencoderSizes):
-    """A KL autoencoder, with or without layers around the latent, and with or without statistics of it.
+    """A KL autoencoder, with or without layers around the latent, and with or without statistics of the latent.
 
-    With them it takes four elements of 8 px for one of 16 px.
+    Statistics go with elements of 16 px: each folds four elements of 8 px.
     """
 
     def matches(self, module: torch.nn.Module) -> bool:
-        """See ``Architecture``."""
         return (
             type(module) in (AutoencoderKL, AutoencodingEngine)
             and type(module.encoder) is Encoder
@@ -109,7 +107,6 @@ class TinyAutoencoder(AutoencoderSizes):
     """TAESD, of 8 px per latent element."""
 
     def matches(self, module: torch.nn.Module) -> bool:
-        """See ``Architecture``."""
         return type(module) is TAESD and _channels(module) <= 16
 
 
@@ -127,20 +124,9 @@ def _channels(module: torch.nn.Module) -> int:
     return first.in_channels
 
 
-def _latent(name: str, module: torch.nn.Module, dtype: str) -> TensorSpec:
-    return TensorSpec(name, dtype, (Dim("B"), _channels(module), Dim("H"), Dim("W")))
-
-
-def _picture(name: str, dtype: str, pixels: int) -> TensorSpec:
-    height, width = Dim("H", up=pixels), Dim("W", up=pixels)
-    return TensorSpec(name, dtype, (Dim("B"), CHANNELS, height, width))
-
-
 def _bind(call: Mapping[str, Any]) -> EngineCall:
     images = call["images"]
-    for name in call.keys() - {"images"}:
-        if call[name] is not None:
-            raise Unsupported(name)
+    refuse_all_but(call, {"images"})
 
     def finish(outputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
         return outputs["result"].to(images.device, images.dtype)
@@ -149,7 +135,7 @@ def _bind(call: Mapping[str, Any]) -> EngineCall:
 
 
 def _attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """Attention of all elements of a picture, one head; all tensors are (batch, channels, height, width)."""
+    """Compute attention of all elements of a picture, with a single head; tensors are (batch, channels, H, W)."""
     rows = [t.flatten(2).transpose(1, 2).unsqueeze(1) for t in (q, k, v)]
     return F.scaled_dot_product_attention(*rows).squeeze(1).transpose(1, 2).reshape(q.shape)
 
@@ -191,7 +177,6 @@ NEEDS = (
     "comfy.ldm.modules.diffusionmodules.model:Encoder",
     "comfy.taesd.taesd:TAESD",
 )
-"""Names in ComfyUI's own code that the family relies on, see ``needs``."""
 
 ARCHITECTURES = (
     KLAutoencoder(_SIZES, "kl_vae_decoder", Role.VAE_DECODER, 860),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache, partial
@@ -14,18 +15,17 @@ from comfy.ldm.common_dit import pad_to_patch_size
 from comfy.ldm.cosmos.position_embedding import VideoRopePosition3DEmb
 from comfy.ldm.cosmos.predict2 import Attention, Block
 
-from . import Role
-from .blocks import in_blocks
-from .calls import Binding, EngineCall, Unsupported
-from .rotary import write_out_norms
-from .shapes import Dim, Range, Sizes, Symbol, TensorSpec
-from .sizes import BATCH, PATCH, PICTURE, PROMPT, TokenSizes
-from .token_layers import KEPT, attended, to_tokens, to_video
+from .. import Role
+from ..blocks import in_blocks
+from ..calls import Binding, EngineCall, Unsupported, prompt_of, refuse_all_but
+from ..shapes import Dim, Range, Sizes, Symbol, TensorSpec
+from ..sizes import BATCH, PATCH, PICTURE, PROMPT, TokenSizes
+from ..token_layers import MOST_KEPT, attended, normed, to_tokens, to_video, write_out_norms
 
 
 @dataclass(frozen=True)
 class Anima(TokenSizes):
-    """The transformer from its tokens on; ComfyUI itself has made the prompt ready, once per run."""
+    """The transformer from its tokens on; ComfyUI itself prepares the prompt, once per run."""
 
     name = "anima"
     role = Role.BACKBONE
@@ -62,20 +62,16 @@ class Anima(TokenSizes):
         return OnTokens(module)
 
     def binding(self, module: Native) -> Binding:
-        return partial(_bind, lru_cache(KEPT)(partial(_places, module.pos_embedder)))
+        return partial(_bind, lru_cache(MOST_KEPT)(partial(_places, module.pos_embedder)))
 
 
-_TAKEN = frozenset({*Anima.arguments, "transformer_options", "denoise_mask", "crossattn_controlnet"})
+_TAKEN = frozenset({"x", "timesteps", "context", "transformer_options", "denoise_mask", "crossattn_controlnet"})
 """Arguments that a call may carry. Native looks at neither of the last two."""
 
 
 def _bind(places: Callable[..., torch.Tensor], call: Mapping[str, Any]) -> EngineCall:
-    x, context, timestep = call["x"], call.get("context"), call["timesteps"]
-    if context is None:
-        raise Unsupported("there is no prompt")
-    for name in ("fps", "padding_mask", *(call.keys() - _TAKEN)):
-        if call.get(name) is not None:
-            raise Unsupported(name)
+    x, context, timestep = call["x"], prompt_of(call), call["timesteps"]
+    refuse_all_but(call, _TAKEN)
     if x.ndim != 5 or x.shape[2] != 1:
         raise Unsupported("a latent of several pictures in a row")
     if timestep.ndim != 1:
@@ -92,31 +88,26 @@ def _bind(places: Callable[..., torch.Tensor], call: Mapping[str, Any]) -> Engin
 
 
 def _places(embedder: VideoRopePosition3DEmb, rows: int, columns: int, device: torch.device) -> torch.Tensor:
-    """Cosine and sine of each token's angles, as native places it: (rows, columns, angles, 2)."""
+    """Return cosine and sine of each token's angles, as native places it: (rows, columns, angles, 2)."""
     turns = embedder.generate_embeddings(torch.Size((1, 1, rows, columns, 1)), device=device, fps=None)
     return turns[..., 0].unflatten(0, (rows, columns)).contiguous()
 
 
 def _waves(count: int, times: torch.Tensor) -> torch.Tensor:
-    """Native's cosines and sines of timesteps: (batch, 1, features)."""
+    """Return native's cosines and sines of timesteps: (batch, 1, features)."""
     half = count // 2
-    rates = torch.exp(-torch.arange(half, device=times.device, dtype=torch.float32) * _LOG / half)
+    rates = torch.exp(-torch.arange(half, device=times.device, dtype=torch.float32) * math.log(10000) / half)
     angles = times[:, None, None] * rates
     return torch.cat([angles.cos(), angles.sin()], -1)
 
 
-_LOG = 9.210340371976184
-"""Native's natural logarithm of 10000."""
-
-
 def _turned(norm: torch.nn.RMSNorm, x: torch.Tensor, pe: torch.Tensor) -> torch.Tensor:
-    """Norm and turn queries or keys (batch, tokens, heads, features); a feature's partner is half of them further."""
-    wide = x.float()
-    normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + norm.eps) * norm.weight.to(x.dtype).float()
+    """Norm and turn queries or keys (batch, tokens, heads, features); partners lie half of the features apart."""
+    wide = normed(x, norm.weight.to(x.dtype).float(), norm.eps)
     cos, sin = pe.unsqueeze(1).unbind(-1)
-    partner = normed.unflatten(-1, (2, -1)).flip(-2).flatten(-2)
+    partner = wide.unflatten(-1, (2, -1)).flip(-2).flatten(-2)
     signed = sin.unsqueeze(-2) * torch.arange(-1, 2, 2, device=x.device).unsqueeze(-1)
-    return (normed * cos.repeat(1, 1, 2) + partner * signed.flatten(-2)).to(x.dtype)
+    return (wide * cos.repeat(1, 1, 2) + partner * signed.flatten(-2)).to(x.dtype)
 
 
 def _heads(layer: Attention, x: torch.Tensor) -> torch.Tensor:
@@ -124,11 +115,11 @@ def _heads(layer: Attention, x: torch.Tensor) -> torch.Tensor:
 
 
 class Step(torch.nn.Module):
-    """A block of a network, with what a companion has of layers for it.
+    """A block of a network, with a companion's layers for it.
 
     Attributes:
         block: native's.
-        others: the companion's, by the name of the block's layer whose input each changes.
+        others: the companion's layers, by the name of the block's layer whose input each changes.
     """
 
     def __init__(self, block: Block, others: Mapping[str, torch.nn.Module] | None = None):
@@ -139,7 +130,7 @@ class Step(torch.nn.Module):
         self, x: torch.Tensor, time: torch.Tensor, lora: torch.Tensor, words: torch.Tensor, pe: torch.Tensor,
         *given: torch.Tensor,
     ) -> torch.Tensor:  # fmt: skip
-        """Compute native's block; the companion's layers get what a layer takes, and ``given``."""
+        """Compute native's block; a companion's layer gets the input of the block's layer, and ``given``."""
         def change(layer: str, y: torch.Tensor) -> torch.Tensor:
             return self.others[_key(layer)](y, *given) if _key(layer) in self.others else y
 
@@ -151,7 +142,7 @@ def _key(layer: str) -> str:
 
 
 Change = Callable[[str, torch.Tensor], torch.Tensor]
-"""The name of a layer of a block, and its input -> what the layer takes instead."""
+"""The name of a layer of a block, and its input -> the changed input."""
 
 
 def _self_attention(layer: Attention, x: torch.Tensor, pe: torch.Tensor, change: Change) -> torch.Tensor:
@@ -170,7 +161,7 @@ def _block(
     block: Block, x: torch.Tensor, time: torch.Tensor, lora: torch.Tensor, words: torch.Tensor, pe: torch.Tensor,
     change: Change,
 ) -> torch.Tensor:  # fmt: skip
-    """Native's block; ``x`` may be of a wider dtype than what is computed in between."""
+    """Compute native's block; ``x`` may be of a wider dtype than the layers."""
     parts = (
         (block.adaln_modulation_self_attn, block.layer_norm_self_attn, lambda y: _self_attention(
             block.self_attn, y, pe, change)),
@@ -191,13 +182,12 @@ class OnTokens(torch.nn.Module):
     def __init__(self, net: Native, companion: torch.nn.Module | None = None):
         super().__init__()
         write_out_norms(net)
-        del net.llm_adapter  # ComfyUI's own is for the prompt
+        del net.llm_adapter  # ComfyUI runs it before, on the prompt
         self.net, self.companion = net, companion
-        # a tuple: their layers are parts of the two networks
-        self.blocks = in_blocks(Step(block, self.others(number)) for number, block in enumerate(net.blocks))
+        self.blocks = in_blocks(Step(block, self.companion_layers(number)) for number, block in enumerate(net.blocks))
 
-    def others(self, number: int) -> Mapping[str, torch.nn.Module]:
-        """The layers of a companion for a block, see ``Step``: none."""
+    def companion_layers(self, number: int) -> Mapping[str, torch.nn.Module]:
+        """Return the companion's layers for a block, see ``Step``: none."""
         return {}
 
     def forward(
@@ -205,7 +195,7 @@ class OnTokens(torch.nn.Module):
         *given: torch.Tensor,
     ) -> tuple[torch.Tensor]:  # fmt: skip
         net, dtype = self.net, image.dtype
-        x = net.x_embedder.proj[1](F.pad(image, (0, PATCH * PATCH)))  # padding is what native marks with ones
+        x = net.x_embedder.proj[1](F.pad(image, (0, PATCH * PATCH)))  # zeros: native marks padding with ones
         time, lora = net.t_embedder[1](_waves(net.model_channels, timestep).to(dtype))
         time, pe = net.t_embedding_norm(time), pe.flatten(0, 1)
         if dtype == torch.float16:
@@ -229,6 +219,5 @@ NEEDS = (
     "comfy.ldm.cosmos.predict2:Block",
     "comfy.ldm.cosmos.predict2:MiniTrainDIT._forward(self, x, timesteps, context, fps, padding_mask, **)",
 )
-"""Names in ComfyUI's own code that the family relies on, see ``needs``."""
 
 ARCHITECTURES = (Anima(SIZES),)

@@ -1,8 +1,8 @@
 """ComfyUI's Flux transformers as engines: Flux.1 (dev, schnell, Kontext, Fill) and Flux.2 (dev, klein).
 
-The cut is at the tokens. The binding makes tokens of the latent and of the pictures that it refers to, and computes
-rotary embeddings once for each size, with ComfyUI's own code. So all of an engine's sizes follow from batch, tokens of
-pictures and tokens of the prompt.
+The cut is at the tokens. The binding makes tokens of the latent and its references, and computes rotary embeddings once
+for each size, with ComfyUI's own code. So all of an engine's sizes follow from batch, tokens of pictures and tokens of
+the prompt.
 """
 
 from __future__ import annotations
@@ -16,27 +16,32 @@ from typing import Any
 import torch
 from comfy.ldm.flux.model import Flux
 
-from . import Role
-from .blocks import in_blocks
-from .calls import Binding, EngineCall, ResidualLayout, Unsupported
-from .rotary import Rotary, RotaryAttention, rotary_inputs, write_out_norms
-from .shapes import Sizes, TensorSpec
-from .sizes import BATCH, IMAGE, PROMPT, ImageTokenSizes
-from .token_layers import latent_to_tokens, to_latent
+from .. import Role
+from ..blocks import in_blocks
+from ..calls import Binding, EngineCall, ResidualLayout, Unsupported, refuse_all_but
+from ..shapes import Sizes, TensorSpec
+from ..sizes import BATCH, IMAGE, PROMPT, ImageTokenSizes
+from ..token_layers import (
+    MOST_KEPT,
+    RotaryAttention,
+    latent_to_tokens,
+    rope_changes,
+    rope_options,
+    rotary_inputs,
+    to_latent,
+    write_out_norms,
+)
 
 FLUX1 = Sizes("Flux.1", 256, 1024, 1536, max_tokens=512)
 FLUX2 = Sizes("Flux.2", 256, 1024, 1536, max_tokens=512)
-
-KEPT = 4
-"""Sizes of which a binding keeps the rotary embeddings."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class FluxArchitecture(ImageTokenSizes):
     """A transformer that takes tokens of picture and prompt, sigmas, rotary embeddings and one tensor per residual.
 
-    It takes ``y`` and ``guidance`` where the network does. Residuals are inputs named ``control_input_<i>``, one for
-    each double block, and ``control_output_<i>``, one for each single block.
+    It takes ``y`` and ``guidance`` where the network does. Residuals are inputs named ``control_input_<i>`` for each
+    double block, and ``control_output_<i>`` for each single block.
     """
 
     name: str
@@ -76,11 +81,11 @@ class FluxArchitecture(ImageTokenSizes):
         return _FluxFunction(module)
 
     def binding(self, module: Flux) -> Binding:
-        return partial(_bind, module, _layout(module), lru_cache(KEPT)(partial(_rotary, module)))
+        return partial(_bind, module, _layout(module), lru_cache(MOST_KEPT)(partial(_rotary, module)))
 
 
 def conditioning_specs(module: Flux, dtype: str) -> list[TensorSpec]:
-    """``y``, which means zeros where a call has none, and ``guidance``, of the networks that take them."""
+    """Return specs of ``y`` and ``guidance`` for networks that take them. Without ``y`` a call has zeros."""
     found = []
     if module.vector_in is not None:
         found.append(TensorSpec("y", dtype, (BATCH, module.params.vec_in_dim), optional=True))
@@ -90,7 +95,7 @@ def conditioning_specs(module: Flux, dtype: str) -> list[TensorSpec]:
 
 
 def conditioning(module: Flux, call: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """The tensors of ``conditioning_specs`` in a call.
+    """Return the tensors of ``conditioning_specs`` in a call.
 
     Raises:
         Unsupported: the network takes guidance, and the call has none.
@@ -109,7 +114,7 @@ def thousandths(values: torch.Tensor) -> torch.Tensor:
     """Return ``values`` in float32, such that 1000 times each of them is the product that native gets.
 
     Native rounds the product to half precision before it takes the embedding; a compiled graph does not. In bfloat16
-    guidance of 3.5 becomes 3504, whose embedding is another one than that of 3500.
+    guidance of 3.5 becomes 3504, whose embedding differs from that of 3500.
     """
     return values if values.dtype == torch.float32 else (1000.0 * values).float() / 1000.0
 
@@ -122,37 +127,32 @@ def _layout(module: Flux) -> ResidualLayout:
 
 _TAKEN = frozenset({*FluxArchitecture.arguments, "ref_latents_method", "crossattn_controlnet"})
 """Arguments that a call may carry. The last one is a prompt for ControlNets alone, which native's model ignores."""
-_ROPE_OPTIONS = "rope_options"
-"""Under this name a call's options have what other nodes change in the places of tokens."""
 _TWO_TIMES = "index_timestep_zero"
 """The method of references in which their tokens have a timestep of their own."""
 
 
-def _bind(module: Flux, layout: ResidualLayout, rotary: Rotary, call: Mapping[str, Any]) -> EngineCall:
-    x, context, options = call["x"], call["context"], call.get("transformer_options") or {}
-    for name in call.keys() - _TAKEN:
-        if call[name] is not None:
-            raise Unsupported(name)
+def _bind(module: Flux, layout: ResidualLayout, places: Any, call: Mapping[str, Any]) -> EngineCall:
+    x, context = call["x"], call["context"]
+    refuse_all_but(call, _TAKEN)
     references, method = call.get("ref_latents"), call.get("ref_latents_method", module.params.default_ref_method)
     if references and method == _TWO_TIMES:
         raise Unsupported(f"references by the method {_TWO_TIMES}, in which they have a timestep of their own")
     patch, references = module.patch_size, references or ()
     tokens = [latent_to_tokens(picture, patch) for picture in (x, *references)]
     image = torch.cat(tokens, 1) if references else tokens[0]
-    changed = tuple(sorted((options.get(_ROPE_OPTIONS) or {}).items()))
     sizes = tuple(tuple(picture.shape[-2:]) for picture in (x, *references))
     inputs = _padded(layout.take(call.get("control"), x.shape[0]), image)
     residuals = frozenset(inputs)
     inputs |= {"image": image, "context": context, "timestep": call["timestep"], **conditioning(module, call)}
-    inputs |= rotary(sizes, context.shape[1], method, changed, x.device)
+    inputs |= places(sizes, context.shape[1], method, rope_changes(call), x.device)
     return EngineCall(
         inputs, lambda outputs: to_latent(outputs["out"], x, patch).to(x.device, x.dtype), residuals=residuals
     )
 
 
 def _padded(residuals: dict[str, torch.Tensor], image: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Residuals with zeros behind the picture's own tokens: native adds none to those of references."""
-    padded: dict[int, torch.Tensor] = {}  # one that stands in several places stays one
+    """Return residuals with zeros behind the picture's own tokens: native adds none to tokens of references."""
+    padded: dict[int, torch.Tensor] = {}  # a residual in several places stays the same object
     for residual in residuals.values():
         if residual.ndim == image.ndim and (lacking := image.shape[1] - residual.shape[1]) > 0:
             if id(residual) not in padded:
@@ -161,18 +161,14 @@ def _padded(residuals: dict[str, torch.Tensor], image: torch.Tensor) -> dict[str
 
 
 def _rotary(
-    module: Flux,
-    sizes: tuple[tuple[int, int], ...],
-    prompt: int,
-    method: str,
-    changed: tuple[tuple[str, float], ...],
+    module: Flux, sizes: tuple[tuple[int, int], ...], prompt: int, method: str, changes: tuple,
     device: torch.device,
-) -> dict[str, torch.Tensor]:
-    """The rotary embeddings of a call: ComfyUI's own forward lays the tokens out, on pictures without values.
+) -> dict[str, torch.Tensor]:  # fmt: skip
+    """Return the rotary embeddings of a call: ComfyUI's own forward lays the tokens out, on pictures without values.
 
     Args:
-        sizes: height and width of the latent, then of the pictures that it refers to.
-        changed: what other nodes change.
+        sizes: height and width of the latent, then of its references.
+        changes: see ``rope_changes``.
     """
     found: list[torch.Tensor] = []
 
@@ -184,16 +180,15 @@ def _rotary(
         params=module.params, patch_size=module.patch_size, process_img=module.process_img, forward_orig=blocks
     )
     x, *references = [torch.zeros(1, 1, *size, device=device) for size in sizes]
-    context, options = x.new_zeros(1, prompt, 1), {_ROPE_OPTIONS: dict(changed)} if changed else {}
     Flux._forward(
-        outside, x, None, context, ref_latents=references or None, transformer_options=options,
-        ref_latents_method=method,
+        outside, x, None, x.new_zeros(1, prompt, 1), ref_latents=references or None,
+        transformer_options=rope_options(changes), ref_latents_method=method,
     )  # fmt: skip
     return rotary_of(module, *found)
 
 
 def rotary_of(module: Flux, txt_ids: torch.Tensor, img_ids: torch.Tensor) -> dict[str, torch.Tensor]:
-    """The tensors of ``rotary_inputs`` from the places of prompt and picture, as ComfyUI has them."""
+    """Return the tensors of ``rotary_inputs`` from ComfyUI's places of prompt and picture."""
     pe = module.pe_embedder(torch.cat((txt_ids, img_ids), dim=1))[0, 0, ..., 0]  # the second column follows
     return dict(zip(("pe_prompt", "pe_image"), pe.tensor_split([txt_ids.shape[1]]), strict=True))
 
@@ -214,14 +209,9 @@ class _FluxFunction(torch.nn.Module):
             block.register_forward_hook(partial(self._after_single, doubles + number))
 
     def forward(
-        self,
-        image: torch.Tensor,
-        context: torch.Tensor,
-        timestep: torch.Tensor,
-        pe_prompt: torch.Tensor,
-        pe_image: torch.Tensor,
-        *rest: torch.Tensor,
-    ) -> tuple[torch.Tensor]:
+        self, image: torch.Tensor, context: torch.Tensor, timestep: torch.Tensor, pe_prompt: torch.Tensor,
+        pe_image: torch.Tensor, *rest: torch.Tensor,
+    ) -> tuple[torch.Tensor]:  # fmt: skip
         flux = self.flux
         conditioning = []
         for taken in (flux.vector_in is not None, flux.params.guidance_embed):
@@ -257,7 +247,6 @@ NEEDS = (
     "comfy.ldm.flux.layers:DoubleStreamBlock",
     "comfy.ldm.flux.layers:SingleStreamBlock",
 )
-"""Names in ComfyUI's own code that the family relies on, see ``needs``."""
 
 ARCHITECTURES = (
     FluxArchitecture(FLUX1, name="flux1", patch=2, usual_prompt=256, global_modulation=False),

@@ -1,7 +1,7 @@
 """Z-Image, Turbo and base: one stream of tokens, first the prompt's and then the picture's.
 
-What native does with the prompt alone depends on neither picture nor timestep, and is a per-image pass. Both parts of
-the stream are multiples of 32 tokens long, so an engine's sizes are numbers of such groups.
+The layers for the prompt alone depend on neither picture nor timestep, and are a per-image pass. Both parts of the
+stream are multiples of 32 tokens long, so an engine's sizes are numbers of such groups.
 """
 
 from __future__ import annotations
@@ -14,25 +14,32 @@ from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
-from comfy.ldm.common_dit import pad_to_patch_size
 from comfy.ldm.lumina.model import JointTransformerBlock, NextDiT, pos_ids_x
 
-from . import Role
-from .blocks import in_blocks
-from .calls import Binding, EngineCall, PerImagePass, Unsupported
-from .rotary import rotated
-from .shapes import TOKEN_STEP, Dim, Range, Sizes, Symbol, TensorSpec
-from .sizes import PATCH, ImageTokenSizes
-from .token_layers import attended
+from .. import Role
+from ..blocks import in_blocks
+from ..calls import Binding, EngineCall, PerImagePass, Unsupported, prompt_of, refuse_all_but
+from ..shapes import TOKEN_STEP, Dim, Range, Sizes, Symbol, TensorSpec
+from ..sizes import PATCH, ImageTokenSizes
+from ..token_layers import (
+    MOST_KEPT,
+    attended,
+    latent_to_tokens,
+    normed,
+    rope_changes,
+    rope_options,
+    rotated,
+    to_latent,
+)
 
 GROUP = 32
 """Native pads prompt and picture to a multiple of so many tokens."""
 
-IGNORED = frozenset({
-    "x", "timesteps", "context", "transformer_options", "num_tokens", "attention_mask", "control", "ref_contexts",
-    "siglip_feats", "clip_text_pooled",
+_TAKEN = frozenset({
+    "x", "timesteps", "context", "transformer_options", "num_tokens", "attention_mask", "control", "ref_latents",
+    "ref_contexts", "siglip_feats", "clip_text_pooled",
 })  # fmt: skip
-"""Arguments that a call may carry; after the first four, those that native does not use without references."""
+"""Arguments that a call may carry. Without references native uses the first four alone."""
 
 
 @dataclass(frozen=True)
@@ -52,14 +59,13 @@ class ZImageSizes(ImageTokenSizes):
 
 @dataclass(frozen=True)
 class ZImage(ZImageSizes):
-    """A network that takes a picture in tokens, which of them are padding, the encoded prompt and rotary embeddings."""
+    """A network that takes a picture's tokens, marks of their padding, the encoded prompt and rotary embeddings."""
 
     name = "zimage"
     role = Role.BACKBONE
     arguments = ("x", "timesteps", "context", "num_tokens", "attention_mask")
 
     def matches(self, module: torch.nn.Module) -> bool:
-        """See ``Architecture``."""
         return (
             type(module) is NextDiT
             and module.pad_tokens_multiple == GROUP
@@ -69,11 +75,9 @@ class ZImage(ZImageSizes):
         )
 
     def inputs(self, module: NextDiT, dtype: str) -> list[TensorSpec]:
-        """See ``Architecture``."""
         return [_prompt(module, dtype) if spec.name == "prompt" else spec for spec in self.engine_inputs(module, dtype)]
 
     def engine_inputs(self, module: NextDiT, dtype: str) -> list[TensorSpec]:
-        """See ``Architecture``."""
         batch, picture, prompt = Dim("B"), Dim("N", up=GROUP), Dim("T", up=GROUP)
         turns = (module.dim // module.n_heads // 2, 2)
         return [
@@ -86,28 +90,25 @@ class ZImage(ZImageSizes):
         ]
 
     def outputs(self, module: NextDiT, dtype: str) -> list[TensorSpec]:
-        """See ``Architecture``."""
         shape = (Dim("B"), Dim("N", up=GROUP), PATCH**2 * module.out_channels)
         return [TensorSpec("out", dtype, shape)]
 
     def function(self, module: NextDiT) -> torch.nn.Module:
-        """See ``Architecture``."""
         return _OnTokens(module)
 
     def passes(self, module: NextDiT) -> list[PerImagePass]:
-        """See ``Architecture``: all that native does with the prompt before it meets the picture."""
+        """See ``Architecture``: the layers for the prompt alone."""
         takes = _prompt(module, str(module.dtype).removeprefix("torch."))
         found = PerImagePass(takes, ("prompt",), _PromptEncoder(module))
         module.cap_embedder = module.context_refiner = torch.nn.Identity()
         return [found]
 
     def binding(self, module: NextDiT) -> Binding:
-        """See ``Architecture``."""
-        return partial(_bind, lru_cache(8)(partial(_places, module.rope_embedder)))
+        return partial(_bind, lru_cache(MOST_KEPT)(partial(_places, module.rope_embedder)))
 
 
 def is_plain(layer: torch.nn.Module, kind: type = JointTransformerBlock) -> bool:
-    """Tell whether a layer is a block that ``block`` computes, of exactly this class."""
+    """Tell whether a layer is of exactly this class, and ``block`` computes it."""
     attention = layer.attention if type(layer) is kind else None
     return attention is not None and attention.qk_norm and attention.n_local_heads == attention.n_local_kv_heads
 
@@ -117,49 +118,39 @@ def _prompt(module: NextDiT, dtype: str) -> TensorSpec:
 
 
 def _bind(places: Callable[..., tuple[torch.Tensor, ...]], call: Mapping[str, Any]) -> EngineCall:
-    for name, value in call.items():
-        if name not in IGNORED and value is not None and not (name == "ref_latents" and len(value) == 0):
-            raise Unsupported("reference latents" if name == "ref_latents" else name)
-    x, context = call["x"], call["context"]
-    if context is None:
-        raise Unsupported("there is no prompt")
-    batch, channels, height, width = x.shape
-    padded = pad_to_patch_size(x, (PATCH, PATCH))
-    rows, columns = (side // PATCH for side in padded.shape[2:])
-    tokens = padded.view(batch, channels, rows, PATCH, columns, PATCH).permute(0, 2, 4, 3, 5, 1)
-    tokens = tokens.reshape(batch, rows * columns, -1)
-    changed = (call.get("transformer_options") or {}).get("rope_options")
-    told = None if changed is None else tuple(sorted(changed.items()))
-    padding, prompt, picture = places(rows, columns, math.ceil(context.shape[1] / GROUP), told, x.device)
+    if call.get("ref_latents"):
+        raise Unsupported("reference latents")
+    refuse_all_but(call, _TAKEN)
+    x, context = call["x"], prompt_of(call)
+    rows, columns = (math.ceil(side / PATCH) for side in x.shape[2:])
+    groups, tokens = math.ceil(context.shape[1] / GROUP), latent_to_tokens(x, channels_last=True)
+    padding, prompt, picture = places(rows, columns, groups, rope_changes(call), x.device)
     inputs = {
         "picture": F.pad(tokens, (0, 0, 0, len(padding) - rows * columns)),
         "padding": padding,
-        "context": context if len(context) == batch else context.expand(batch, -1, -1),
+        "context": context if len(context) == len(x) else context.expand(len(x), -1, -1),
         "timesteps": call["timesteps"],
         "prompt_places": prompt,
         "picture_places": picture,
     }
 
     def finish(outputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        patches = outputs["out"][:, : rows * columns].unflatten(1, (rows, columns)).unflatten(3, (PATCH, PATCH, -1))
-        result = patches.permute(0, 5, 1, 3, 2, 4).flatten(4).flatten(2, 3)
-        return result[:, :, :height, :width].to(x.device, x.dtype)
+        return to_latent(outputs["out"], x, channels_last=True).to(x.device, x.dtype)
 
     return EngineCall(inputs, finish)
 
 
 def _places(
-    embedder: torch.nn.Module, rows: int, columns: int, groups: int, changed: tuple | None, device: torch.device
+    embedder: torch.nn.Module, rows: int, columns: int, groups: int, changes: tuple, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return which tokens of a picture are padding, (tokens, 1); then the places of a prompt's and of its tokens.
+    """Return marks of a picture's padding, (tokens, 1), then rotary embeddings of the prompt and of the picture.
 
     Args:
-        groups: those of the prompt.
-        changed: another node's ``rope_options``.
+        groups: of the prompt's tokens.
+        changes: see ``rope_changes``.
     """
     with torch.inference_mode(False):
-        options = {"rope_options": None if changed is None else dict(changed)}
-        ids = pos_ids_x(groups * GROUP + 1, rows, columns, 1, device, transformer_options=options)
+        ids = pos_ids_x(groups * GROUP + 1, rows, columns, 1, device, transformer_options=rope_options(changes))
         ids = F.pad(ids, (0, 0, 0, -ids.shape[1] % GROUP))
         padding = (torch.arange(ids.shape[1], device=device) >= rows * columns).float()[:, None]
         return padding, _prompt_places(embedder, groups * GROUP, device), _turns(embedder, ids)
@@ -178,9 +169,8 @@ def _turns(embedder: torch.nn.Module, ids: torch.Tensor) -> torch.Tensor:
 
 def _normed(layer: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
     """Compute a layer's RMSNorm in float32, which is the result's dtype."""
-    wide = x.float()
-    epsilon = torch.finfo(torch.float32).eps if layer.eps is None else layer.eps
-    return wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + epsilon) * layer.weight.to(x.dtype).float()
+    eps = torch.finfo(torch.float32).eps if layer.eps is None else layer.eps
+    return normed(x, layer.weight.to(x.dtype).float(), eps)
 
 
 def _turned(layer: torch.nn.Module, x: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
@@ -220,7 +210,7 @@ class _PromptEncoder(torch.nn.Module):
 
     def __init__(self, net: NextDiT):
         super().__init__()
-        self._parameters = net._parameters  # the padding: whoever follows weights writes it there
+        self._parameters = net._parameters  # shared, for the padding: live weights are written there
         self.embedder = net.cap_embedder
         self.blocks = net.context_refiner
         self.rotary = net.rope_embedder
@@ -238,7 +228,7 @@ class _PromptEncoder(torch.nn.Module):
 def started(
     net: NextDiT, picture: torch.Tensor, padding: torch.Tensor, timesteps: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute what the first block takes: the picture's tokens, and the time."""
+    """Return the inputs of the first block: the picture's tokens, and the time."""
     time = net.t_embedder((1.0 - timesteps) * net.time_scale, dtype=picture.dtype)
     embedded = net.x_embedder(picture)
     return torch.where(padding > 0.5, net.x_pad_token.to(embedded.dtype), embedded), time
@@ -260,14 +250,9 @@ class _OnTokens(torch.nn.Module):
         self.blocks = in_blocks((*net.noise_refiner, *net.layers), block)
 
     def forward(
-        self,
-        picture: torch.Tensor,
-        padding: torch.Tensor,
-        prompt: torch.Tensor,
-        timesteps: torch.Tensor,
-        prompt_places: torch.Tensor,
-        picture_places: torch.Tensor,
-    ) -> tuple[torch.Tensor]:
+        self, picture: torch.Tensor, padding: torch.Tensor, prompt: torch.Tensor, timesteps: torch.Tensor,
+        prompt_places: torch.Tensor, picture_places: torch.Tensor,
+    ) -> tuple[torch.Tensor]:  # fmt: skip
         net = self.net
         x, time = started(net, picture, padding, timesteps)
         for layer in net.noise_refiner:
@@ -288,6 +273,5 @@ NEEDS = (
     "ref_contexts, siglip_feats, transformer_options, **)",
     "comfy.ldm.lumina.model:pos_ids_x(_, _, _, _, _, transformer_options)",
 )
-"""Names in ComfyUI's own code that the family relies on, see ``needs``."""
 
 ARCHITECTURES = (ZImage(),)

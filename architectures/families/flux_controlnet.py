@@ -1,7 +1,7 @@
 """ComfyUI's ControlNets for Flux.1 as engines.
 
-Those of InstantX and Union take the control image as a latent. Those of XLabs and Mistoline take its pixels, which a
-hint encoder makes a latent: it is a per-image pass.
+ControlNets of InstantX and Union take the control image as a latent. ControlNets of XLabs and Mistoline take its
+pixels, which a hint encoder makes a latent: it is a per-image pass.
 """
 
 from __future__ import annotations
@@ -17,26 +17,25 @@ import torch
 from comfy.ldm.flux.controlnet import ControlNetFlux
 from comfy.ldm.flux.layers import DoubleStreamBlock, SingleStreamBlock
 
-from . import Role
-from .blocks import in_blocks
-from .calls import Binding, EngineCall, OtherKind, PerImagePass, ResidualLayout, Unsupported
-from .flux import FLUX1, KEPT, conditioning, conditioning_specs, rotary_of, thousandths
-from .rotary import RotaryAttention, rotary_inputs, write_out_norms
-from .shapes import Dim, TensorSpec
-from .sizes import BATCH, IMAGE, LATENT, PATCH, PROMPT, ImageTokenSizes
-from .token_layers import latent_to_tokens
+from .. import Role
+from ..blocks import in_blocks
+from ..calls import Binding, EngineCall, OtherKind, PerImagePass, ResidualLayout, Unsupported, refuse_all_but
+from ..shapes import Dim, TensorSpec
+from ..sizes import BATCH, IMAGE, LATENT, PATCH, PROMPT, ImageTokenSizes
+from ..token_layers import MOST_KEPT, RotaryAttention, latent_to_tokens, rotary_inputs, write_out_norms
+from .flux import FLUX1, conditioning, conditioning_specs, rotary_of, thousandths
 
 HINT, PIXELS = "hint", "hint_pixels"
-"""The hint's tokens, which an engine takes; and the control image of the networks that encode it themselves."""
+"""The hint's tokens, which an engine takes; and the control image of networks with a hint encoder."""
 MODE = "mode"
-"""The input of a union ControlNet that says which of its types each token of the prompt stands for, mostly none."""
+"""The input of a union ControlNet that marks the token of a type: a number per token of the prompt and type."""
 
 
 @dataclass(frozen=True)
 class FluxControlNetArchitecture(ImageTokenSizes):
-    """A ControlNet that takes tokens of picture, hint and prompt, and gives one residual per block of its own.
+    """A ControlNet that takes tokens of picture, hint and prompt, and gives a residual per block of its own.
 
-    A union ControlNet with a type has one token more than the prompt, and that comes first: it is the type's embedding.
+    A union ControlNet with a type has a further token before the prompt: the type's embedding.
     """
 
     name = "flux1_controlnet"
@@ -80,7 +79,7 @@ class FluxControlNetArchitecture(ImageTokenSizes):
         return [found]
 
     def binding(self, module: ControlNetFlux) -> Binding:
-        return partial(_bind, module, _layout(module), lru_cache(KEPT)(partial(_places, module)))
+        return partial(_bind, module, _layout(module), lru_cache(MOST_KEPT)(partial(_places, module)))
 
 
 def _pixels(dtype: str) -> TensorSpec:
@@ -94,9 +93,9 @@ def _residuals(module: ControlNetFlux) -> list[str]:
 
 
 def _own(module: ControlNetFlux) -> dict[str, list[str]]:
-    """ComfyUI's lists -> a residual for each block that acts; no list for blocks that the ControlNet has not.
+    """Return ComfyUI's lists -> a residual for each block that acts; no list for missing kinds of blocks.
 
-    A last block does not act where those before it have the model's blocks already, as with six blocks for 19.
+    A last block does not act where the blocks before it cover the model's blocks, as with six blocks for 19.
     """
     found = {}
     for kind, blocks, wanted in (("input", module.controlnet_blocks, module.main_model_double),
@@ -111,7 +110,7 @@ def _own(module: ControlNetFlux) -> dict[str, list[str]]:
 
 
 def _layout(module: ControlNetFlux) -> ResidualLayout:
-    """Each block's residual stands for several of the model: neighbours, or for pixels every so many."""
+    """Return the layout: each residual serves several blocks of the model, neighbours or, for pixels, every nth."""
     places = {}
     for kind, names in _own(module).items():
         blocks = module.main_model_double if kind == "input" else module.main_model_single
@@ -126,9 +125,7 @@ _TAKEN = frozenset({*FluxControlNetArchitecture.arguments, "control_type"})
 
 def _bind(module: ControlNetFlux, layout: ResidualLayout, places: Any, call: Mapping[str, Any]) -> EngineCall:
     x, context, patch = call["x"], call["context"], module.patch_size
-    for name in call.keys() - _TAKEN:
-        if call[name] is not None:
-            raise Unsupported(name)
+    refuse_all_but(call, _TAKEN)
     if context is None or context.ndim != 3:
         raise OtherKind("the prompt is another model's")
     types = tuple(call.get("control_type") or ()) if module.num_union_modes else ()
@@ -142,24 +139,20 @@ def _bind(module: ControlNetFlux, layout: ResidualLayout, places: Any, call: Map
     if module.latent_input:
         hint = latent_to_tokens(call["hint"], patch)
         inputs[HINT] = hint.expand(x.shape[0], -1, -1) if hint.shape[0] == 1 else hint
-    else:  # the very tensor: by it the encoded one is found in the next step
+    else:  # the very tensor: the next step finds its encoding by identity
         inputs[PIXELS], extras[PIXELS] = call["hint"], x.shape[0]
     return EngineCall(inputs, lambda outputs: layout.give(outputs, x), extras)
 
 
 def _places(
-    module: ControlNetFlux,
-    size: tuple[int, int],
-    prompt: int,
-    types: tuple[int, ...],
-    dtype: torch.dtype,
+    module: ControlNetFlux, size: tuple[int, int], prompt: int, types: tuple[int, ...], dtype: torch.dtype,
     device: torch.device,
-) -> dict[str, torch.Tensor]:
-    """The rotary embeddings of a call, and the type's place: ComfyUI's own forward lays the tokens out.
+) -> dict[str, torch.Tensor]:  # fmt: skip
+    """Return the rotary embeddings of a call, and the type's place: ComfyUI's own forward lays the tokens out.
 
     Args:
-        prompt: its tokens, and one for each type.
-        dtype: native computes places in that of the latent.
+        prompt: the number of its tokens, with a token for each type.
+        dtype: of the latent; native computes places in it.
     """
     found: dict[str, torch.Tensor] = {}
 
@@ -198,15 +191,9 @@ class _ControlNetFunction(torch.nn.Module):
         self._mode: torch.Tensor | None = None
 
     def forward(
-        self,
-        image: torch.Tensor,
-        hint: torch.Tensor,
-        context: torch.Tensor,
-        timesteps: torch.Tensor,
-        pe_prompt: torch.Tensor,
-        pe_image: torch.Tensor,
-        *rest: torch.Tensor,
-    ) -> tuple[torch.Tensor, ...]:
+        self, image: torch.Tensor, hint: torch.Tensor, context: torch.Tensor, timesteps: torch.Tensor,
+        pe_prompt: torch.Tensor, pe_image: torch.Tensor, *rest: torch.Tensor,
+    ) -> tuple[torch.Tensor, ...]:  # fmt: skip
         net = self.controlnet
         self._dtype = image.dtype  # native's embeddings of timesteps are in it: it casts the timesteps
         self._attention = RotaryAttention(torch.cat((pe_prompt, pe_image)))
@@ -241,14 +228,14 @@ class _HintEncoder(torch.nn.Module):
 
 
 class _NoPlaces(torch.nn.Module):
-    """Stands where rotary embeddings were made."""
+    """Replaces the layer that makes rotary embeddings."""
 
     def forward(self, _ids: torch.Tensor) -> None:
         return None
 
 
 FILE_MARKS = ()
-"""Their files have the blocks of Flux's, whose marks tell them."""
+"""The marks of Flux hold for these files too."""
 
 NEEDS = (
     "comfy.ldm.common_dit:pad_to_patch_size(img, patch_size, ...)",
@@ -258,6 +245,5 @@ NEEDS = (
     "comfy.ldm.flux.layers:DoubleStreamBlock",
     "comfy.ldm.flux.layers:SingleStreamBlock",
 )
-"""Names in ComfyUI's own code that the family relies on, see ``needs``."""
 
 ARCHITECTURES = (FluxControlNetArchitecture(FLUX1),)

@@ -1,0 +1,64 @@
+"""MiniMax H3: what of a run stays the same, two results of a call, and ComfyUI's dynamic VRAM."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import comfy.sd
+import torch
+from comfy.model_patcher import ModelPatcher
+from dynamic_vram import on_cpu
+from family_contract import LIMIT, lora_of
+from hybrid_trt.comfy_model.network import NativeNetwork
+from hybrid_trt.sampling import nan_guard
+from model_families.minimax_h3 import FAMILY, FILE, PRUNED
+from token_calls import Patched, network_of
+
+from sampling import error
+
+STEADY = ("kinds", "condition", "is_sound", "pe_text", "pe_condition", "pe_sound", "pe_video")
+
+
+def test_all_that_stays_the_same_in_a_run_is_made_once(models: dict[str, Path]) -> None:
+    network = network_of(models, FILE)
+    bind, call = network.architecture().binding(network.module), FAMILY.calls["references"].drawn(network)
+    later = {**call, "x": [t + 1 for t in call["x"]], "timestep": call["timestep"] / 2}
+    another = FAMILY.calls["references"].drawn(network, seed=2)
+    first, second, third = (bind(given).inputs for given in (call, later, another))
+    assert all(first[name] is second[name] for name in STEADY)
+    assert not torch.equal(first["times"], second["times"])
+    assert not torch.equal(first["condition"], third["condition"]), "another prompt has other references"
+
+
+def test_other_references_in_the_same_layout_are_seen(models: dict[str, Path]) -> None:
+    network = network_of(models, FILE)
+    bind, call = network.architecture().binding(network.module), FAMILY.calls["references"].drawn(network)
+    payload = call["minimax_payload"]
+    other = {**payload, "cond_video_latents": [t + 1 for t in payload["cond_video_latents"]]}
+    first, second = (bind({**call, "minimax_payload": one}).inputs["condition"] for one in (payload, other))
+    assert not torch.equal(first, second)
+
+
+def test_no_number_in_video_or_sound_is_seen() -> None:
+    for place in range(2):
+        result = [torch.ones(3), torch.ones(2)]
+        result[place][1] = float("nan")
+        with nan_guard.watched_apart() as watch:
+            nan_guard.watch(result)
+        assert watch.engines
+        assert not watch.finite()
+
+
+def test_under_dynamic_vram_prompts_and_loras_are_natives(models: dict[str, Path], tmp_path: Path) -> None:
+    lora = lora_of(network_of(models, FILE), FAMILY.loras["text"])
+
+    def with_lora(model: ModelPatcher) -> ModelPatcher:
+        return comfy.sd.load_lora_for_models(model, None, lora, 0.7, 0)[0]
+
+    for file, name in ((FILE, "references"), (PRUNED, "pruned")):
+        dynamic, native = on_cpu(network_of(models, file).patcher), network_of(models, file).patcher
+        patched = Patched(NativeNetwork.of_model(dynamic, file), tmp_path, "torch")
+        prompt = FAMILY.prompts[name]
+        for model, reference in ((patched.model, native), (with_lora(patched.model), with_lora(native))):
+            assert error(prompt.sample(model), prompt.sample(reference)) <= LIMIT
+            assert patched.counts == (prompt.calls, 0), patched.handle.stats.reasons
