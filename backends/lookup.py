@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING
 from ..architectures import architectures, runs_per_step, symbols_of
 from ..architectures.calls import RequestedCalls, UncoveredCall, serves_every_size
 from ..architectures.shapes import Picture, Profile, outside
-from ..engine_library import Engine, EngineQuery, Fallback, Library, Manifest, Reason, Unavailable, trust
+from ..engine_library import Engine, EngineQuery, Fallback, Library, Manifest, Reason, Unavailable, measurements
 from ..engine_library.gpu import gpu_of, kind_of
+from ..engine_library.library import NOTHING_FOUND
 from . import AUTO, Backend, BuildSizes, backends, cannot_open
 
 if TYPE_CHECKING:
@@ -165,6 +166,7 @@ def open_session(found: Found, network: NativeNetwork, precision: str) -> Sessio
     """
     if found.backend is None:
         raise Unavailable.of(found.passed_over)
+    _refuse_slow(found, gpu_of(network.device))
     session = found.backend.session(network, found.engines, precision, found.passed_over)
     if found.live is None:
         return session
@@ -174,6 +176,16 @@ def open_session(found: Found, network: NativeNetwork, precision: str) -> Sessio
         return with_live_fallback(session, found.live.session(network, found.live_engines, precision, None), network)
     except Unavailable:  # the engine still serves the network as it was
         return session
+
+
+def _refuse_slow(found: Found, gpu: str) -> None:
+    """Have no compiled file of live weights opened that was no faster than native: they run uncompiled."""
+    from ..sessions.session import refuse
+
+    for engine in (*found.engines, *found.live_engines):
+        if backends()[engine.manifest.identity.backend].runs_live_weights and _is_slow(engine, gpu):
+            times = measurements.relative_time(engine, gpu)
+            refuse(engine, f"compiled it took {times:.2f} times as long as the normal model on this GPU")
 
 
 def wanted_profile(network: NativeNetwork, choice: EngineChoice) -> Profile:
@@ -223,9 +235,9 @@ def _engines(
         Unavailable: none does.
     """
     if not query.weights:
-        raise library.nothing_found()
+        raise Unavailable.of(NOTHING_FOUND)
     named = {backend.name: backend for backend in usable}
-    live = [backend.name for backend in usable if backend.runs_live_weights]  # these do not open slow engines
+    live = [backend.name for backend in usable if backend.runs_live_weights]
 
     def covers(engine: Engine) -> bool:
         """Tell whether an engine takes all calls that are wanted; live weights take every size."""
@@ -234,13 +246,21 @@ def _engines(
 
     query = replace(query, covers=covers)
     if choice != AUTO:
-        return library.find_all(query, refusals(device))
+        return library.find(query, refusals(device))
     unproven = [backend.name for backend in usable if not _proven(backend, device)]
-    found = library.find_all(replace(query, fastest=True, only_timed=unproven), refusals(device))
-    worth_it = [e for e in found if e.manifest.identity.backend in live or not trust.is_slow(e, query.gpu)]
+    found = library.find(replace(query, fastest=True, only_timed=unproven), refusals(device))
+    found.sort(key=lambda engine: _is_slow(engine, query.gpu))
+    # slow ones of live weights stay: ``open_session`` refuses them, and nobody builds them again
+    worth_it = [e for e in found if e.manifest.identity.backend in live or not _is_slow(e, query.gpu)]
     if live and not worth_it:
-        raise library.nothing_found()
+        raise Unavailable.of(NOTHING_FOUND)
     return worth_it if live else found
+
+
+def _is_slow(engine: Engine, gpu: str) -> bool:
+    """Tell whether an engine was no faster than native on this GPU."""
+    found = measurements.relative_time(engine, gpu)
+    return found is not None and found >= 1
 
 
 def _covers(backend: Backend, engine: Engine, query: EngineQuery) -> bool:

@@ -4,7 +4,7 @@
 
 SD1.5 with a ControlNet at 512 px, 20 steps, VAE and PNG included; engines are live weights as CUDA graphs. Each number
 of workers is a farm of its own, warmed by the workflow, that renders the same batch by ``python -m farm render``.
-It needs a GPU for each worker, a Python with Ray (--ray, see requirements-farm.txt), 6 GB of disk, and no network.
+It needs a GPU for each worker, a Python with Ray (--ray, see farm/requirements.txt), 6 GB of disk, and no network.
 ``--tiny`` takes tiny models and no GPU.
 """
 

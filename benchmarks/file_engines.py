@@ -102,9 +102,9 @@ def build_row(bench: FileBench, name: str) -> dict[str, Any]:
 
 def trust_figures(engine: Any) -> Any:
     """Return the figures of the engine's proof on this GPU."""
-    from hybrid_trt.engine_library import trust
+    from hybrid_trt.engine_library import measurements
 
-    return trust.figures(engine)
+    return measurements.figures(engine)
 
 
 def network_row(bench: FileBench, name: str, title: str) -> dict[str, Any]:

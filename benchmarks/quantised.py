@@ -35,7 +35,7 @@ def measure(case: str, comfyui: Path, base: Path) -> dict[str, Any]:
     import comfy.sd
     import models
     from comfy import model_management
-    from hybrid_trt.comfy_model.float32 import results_in_float32
+    from hybrid_trt.comfy_model.torch_kernels import results_in_float32
 
     file, options = CASES[case]
     (path,) = models.make(comfyui, base, [file]).values()

@@ -15,9 +15,9 @@ import torch
 
 def gpu_ms(call: Callable[[], Any], repeats: int = 30, warm: int = 4) -> dict[str, float]:
     """Median and spread of a call's time by the pack's clock; the pack has been imported."""
-    from hybrid_trt.sessions import gpu_timing
+    from hybrid_trt.comfy_model import torch_kernels
 
-    return summary(gpu_timing.each(call, warm, repeats))
+    return summary(torch_kernels.each_call(call, warm, repeats))
 
 
 def host_us(call: Callable[[], Any], repeats: int = 50) -> float:

@@ -1,7 +1,7 @@
 """Name and exactness of the attention that ComfyUI computes natively; an engine's attention is always exact.
 
 Newer versions of ComfyUI let users choose it for one model (*Model Attention Backend*, an override in the model's
-options) or for all (``--use-ck-attention``). Layers may prefer one too, because a checkpoint or a LoRA says so.
+options) or for all (``--use-ck-attention``). A checkpoint or a LoRA may also state an attention that a layer prefers.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ EXACT = ("pytorch", "split", "sub_quad", "xformers", "flash")
 """ComfyUI's names of functions that compute attention exactly, up to rounding."""
 
 _KNOWN_INEXACT = "int8"
-"""Part of the names of functions close to exact attention: layers that prefer them get an engine, and a remark."""
+"""Part of the names of functions close to exact attention. Layers that prefer them get an engine and a remark."""
 
 Looks = weakref.WeakKeyDictionary[Callable, str | None]
 """Names of functions, or None where they are exact."""
@@ -33,21 +33,24 @@ _overrides, _functions = Looks(), Looks()
 
 
 def other_attention(override: Callable) -> str | None:
-    """The name of an override that is not known to compute exact attention, or None. Cheap after the first time."""
+    """Return the name of an override that may compute inexact attention, or None. Cheap after the first time."""
     return _look(override, _look_at_override, _overrides)
 
 
 def preference_class() -> type | None:
-    """The class of parts that only say which attention their layer prefers. Older versions of ComfyUI have none."""
+    """Return the class of parts that only say which attention their layer prefers; None where ComfyUI has none."""
     from comfy.ldm.modules import attention
 
     return getattr(attention, "ComfyAttention", None)
 
 
 def part_replaced(parts: Mapping[str, Any], prefix: str) -> str | None:
-    """The first of a patcher's replaced parts, name -> object, below ``prefix`` that an engine would lose, or None.
+    """Return the name of the first replaced part below ``prefix`` that an engine would lose, or None.
 
     Parts from a LoRA's ``config`` do not count if they only state a preference that engines may ignore.
+
+    Args:
+        parts: a patcher's replaced parts: name -> object.
     """
     kind = preference_class()
     names = (name for name in parts if f"{name}.".startswith(prefix))
@@ -55,7 +58,7 @@ def part_replaced(parts: Mapping[str, Any], prefix: str) -> str | None:
 
 
 def unknown_preference(module: torch.nn.Module, patcher: ModelPatcher, prefix: str) -> str | None:
-    """The name of a layer's preferred attention that an engine should not replace, or None."""
+    """Return the name of a layer's preferred attention that an engine should not replace, or None."""
     return next(filter(None, map(_not_passed_over, _preferences(module, patcher, prefix))), None)
 
 
@@ -64,7 +67,7 @@ def remark(module: torch.nn.Module, patcher: ModelPatcher, prefix: str) -> str:
     from comfy.ldm.modules import attention
 
     if patcher.model_options.get("transformer_options", {}).get(OVERRIDE) is not None:
-        return ""  # it is exact, and all layers have it
+        return ""  # the override is exact, see ``other_attention``, and all layers compute with it
     name = _inexact(attention.optimized_attention)
     if name is None:
         name = next(filter(None, map(_preferred, _preferences(module, patcher, prefix))), None)
@@ -75,25 +78,26 @@ def remark(module: torch.nn.Module, patcher: ModelPatcher, prefix: str) -> str:
 
 
 def _preferences(module: torch.nn.Module, patcher: ModelPatcher, prefix: str) -> Iterator[object]:
-    """Return what the layers of a network prefer when a patcher samples with it."""
+    """Iterate over the parts by which layers of a network prefer an attention when a patcher samples with it."""
     kind = preference_class()
     names = () if kind is None else (name for name, layer in module.named_modules() if type(layer) is kind)
     return (patcher.get_model_object(prefix + name) for name in names)
 
 
 def _preferred(part: object) -> str | None:
-    """The name of the attention that a layer prefers, or None where it is exact."""
+    """Return the name of the attention that a layer prefers, or None where it is exact."""
     function = getattr(part, "function", None)
     return None if function is None else _inexact(function)
 
 
 def _not_passed_over(part: object) -> str | None:
+    """Return the name of the attention that a layer prefers and an engine may not replace, or None."""
     name = _preferred(part)
     return None if name is None or _KNOWN_INEXACT in name else name
 
 
 def _inexact(function: Callable) -> str | None:
-    """The name of a function that is not known to compute exact attention, or None."""
+    """Return the name of a function that may compute inexact attention, or None."""
     return _look(function, lambda one: None if _is_exact(one) else _name(one), _functions)
 
 
@@ -113,7 +117,7 @@ def _look_at_override(override: Callable) -> str | None:
 
 
 def _wrapped(override: Callable) -> Callable | None:
-    """The function inside an override by ComfyUI's own setter; None for other overrides."""
+    """Return the function inside an override by ComfyUI's own setter; None for other overrides."""
     from comfy.model_patcher import ModelPatcher
 
     setter = getattr(ModelPatcher, "set_model_optimized_attention", None)

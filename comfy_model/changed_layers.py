@@ -1,6 +1,6 @@
-"""Changes that other nodes make to a network besides its weights, without a patch that ComfyUI knows of.
+"""Changes that other nodes make to the layers of a network, without a patch that ComfyUI knows of.
 
-``LayerWatch`` looks for all of them once per run. In each call it looks whether anything can have changed since.
+``LayerWatch`` looks for all of them once per run. In each call it checks whether anything can have changed since.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import dataclasses
 import dis
 import functools
 import inspect
+import itertools
 import types
 import weakref
 from collections.abc import Hashable, Iterator, Sequence
@@ -24,8 +25,7 @@ from .. import architectures
 from .attention import preference_class
 from .comfyui_internals import names_used_by
 from .comfyui_shims import is_of_loading
-from .layer_writes import count_writes, writes
-from .replaced_code import replaced_code
+from .whose_code import replaced_code
 
 COMPUTES = frozenset({"forward", "_forward", "_conv_forward", "forward_comfy_cast_weights"})
 """Methods by which layers compute."""
@@ -40,6 +40,7 @@ _PLAIN = frozenset({bool, int, float, str, type(None), types.FunctionType, types
 MACHINERY = frozenset(torch.nn.Module().__dict__)
 """Attributes that torch keeps on each layer: parts, hooks, the training flag."""
 _OF_A_LOAD = frozenset({"weight_function", "bias_function"})
+"""Attributes that loading sets on layers."""
 _ORDERED = (torch.nn.Sequential, torch.nn.ModuleList, torch.nn.ModuleDict)
 """Layers that compute with their parts in the order in which they hold them. Other layers name their parts."""
 
@@ -68,7 +69,7 @@ class _Seen:
         self.values = values
 
     def difference(self, own: dict) -> str | None:
-        """The name of a setting that has changed, or None."""
+        """Return the name of a setting that has changed, or None."""
         try:
             if self.read(own) == self.values:
                 return None
@@ -124,7 +125,7 @@ def answers_about(module: torch.nn.Module) -> dict[Hashable, Any]:
 
 
 def layers_of(module: torch.nn.Module) -> list[torch.nn.Module]:
-    """All layers of a network, itself first, in an order that tells of each layer's parts.
+    """Return all layers of a network, itself first, in an order that differs where a layer has other parts.
 
     Written by hand for speed: large networks have thousands of layers.
     """
@@ -141,9 +142,9 @@ def layers_of(module: torch.nn.Module) -> list[torch.nn.Module]:
 
 
 def foreign_layer(module: torch.nn.Module, layers: Sequence[torch.nn.Module]) -> str | None:
-    """Find a layer that computes something else than ComfyUI's or torch's code for it; in words, or None.
+    """Describe the first layer that computes something else than ComfyUI's or torch's code for it, or return None.
 
-    Other packs put methods on layers themselves (tiling's ``_conv_forward``), hooks or layers of their own.
+    Other packs set methods on layers (tiling's ``_conv_forward``), register hooks, or put in layers of their own.
     """
     if torch_modules._global_forward_hooks or torch_modules._global_forward_pre_hooks:
         return "all layers have a forward hook of another node"
@@ -181,7 +182,7 @@ def _is_mutable(value: object) -> bool:
 
 @functools.cache
 def _read_by(kind: type) -> frozenset[str]:
-    """The names of attributes that a class's code reads and its forward does not write."""
+    """Return the names of attributes that a class's code reads and its forward does not write."""
     return names_used_by(kind) - left_by_forward(kind)
 
 
@@ -202,7 +203,7 @@ def replaced(layer: torch.nn.Module) -> str | None:
 
 @functools.cache
 def left_by_forward(kind: type) -> frozenset[str]:
-    """The names of attributes that a class's forward writes: results of its last call, not settings."""
+    """Return the names of attributes that a class's forward writes: results of its last call, not settings."""
     functions = [inspect.unwrap(function) for name in COMPUTES if (function := getattr(kind, name, None)) is not None]
     codes = [getattr(function, "__code__", None) for function in functions]
     steps = (step for code in codes if code is not None for step in dis.get_instructions(code))
@@ -211,18 +212,18 @@ def left_by_forward(kind: type) -> frozenset[str]:
 
 @functools.cache
 def methods(kind: type) -> frozenset[str]:
-    """The names of all methods of a class."""
+    """Return the names of all methods of a class."""
     return frozenset(name for name in dir(kind) if callable(getattr(kind, name, None)))
 
 
 def layer_classes(kind: type) -> Iterator[type]:
     """Known classes in the MRO; base classes count only for layers that cast their weights.
 
-    Such a layer, of another pack or of a quantised model, stands for the plain layer: its weights come dequantised.
+    A layer of another pack or of a quantised model then counts as the plain layer: its weights come dequantised.
     """
     for base in kind.__mro__ if hasattr(kind, "comfy_cast_weights") else (kind,):
         if base is not kind and getattr(base, "forward", _NO_FORWARD) is _NO_FORWARD:
-            continue  # it stands for no layer
+            continue  # a class without a forward is no layer
         if base.__module__.split(".")[0] in ("comfy", "torch", "einops") or base.__module__.startswith(f"{_FAMILIES}."):
             yield base
 
@@ -243,6 +244,37 @@ def _name(module: torch.nn.Module, layer: torch.nn.Module) -> str:
     return next(name for name, found in module.named_modules() if found is layer) or type(module).__name__
 
 
+_write_numbers = itertools.count(1)
+"""Numbers of the writes to layers: torch sets and deletes all layers' attributes in two methods, which count here."""
+_plain_set, _plain_delete = torch.nn.Module.__setattr__, torch.nn.Module.__delattr__
+_latest_write = 0
+
+
+def _counted_set(self: torch.nn.Module, name: str, value: Any) -> None:
+    global _latest_write
+    _plain_set(self, name, value)
+    _latest_write = next(_write_numbers)  # after the write: a reader of the number sees the attribute
+
+
+def _counted_delete(self: torch.nn.Module, name: str) -> None:
+    global _latest_write
+    _plain_delete(self, name)
+    _latest_write = next(_write_numbers)
+
+
+def _count_writes() -> None:
+    """Have torch count from now on; once is enough. Writing to a layer's dicts directly is not counted."""
+    if torch.nn.Module.__setattr__ is _plain_set and torch.nn.Module.__delattr__ is _plain_delete:
+        torch.nn.Module.__setattr__, torch.nn.Module.__delattr__ = _counted_set, _counted_delete
+
+
+def _writes() -> int:
+    """Return the number of the latest write. Where another pack replaced the counting methods, each call is a write."""
+    if torch.nn.Module.__setattr__ is _counted_set and torch.nn.Module.__delattr__ is _counted_delete:
+        return _latest_write
+    return next(_write_numbers)
+
+
 class LayerWatch:
     """Watches one network, and keeps a reference to it."""
 
@@ -250,17 +282,17 @@ class LayerWatch:
         self._module = module
         self._structure: Structure | None = None
         self._clean = False  # whether the last look found the layers of the structure
-        count_writes()
+        _count_writes()
 
     def begin(self, adopt: bool) -> str | None:
-        """Check the layers at an engine's look-up; return a change in words, or None. Later looks compare with it.
+        """Check the layers when an engine is looked up; return a change in words, or None. ``look`` compares with them.
 
         Args:
-            adopt: take a network with other layers of ComfyUI's than before for another network.
+            adopt: accept other layers of ComfyUI's than before: they make it another network.
         """
         known = structure_of(self._module)
         if not (self._clean and self._structure is known and self._has_the_same()):
-            number, layers = writes(), layers_of(self._module)
+            number, layers = _writes(), layers_of(self._module)
             self._clean = False
             if (what := foreign_layer(self._module, layers)) is not None:
                 return what
@@ -275,11 +307,11 @@ class LayerWatch:
         return replaced_code(self._kinds)
 
     def look(self) -> str | None:
-        """Return in words a change since ``begin``, or None. Takes a millisecond after many writes."""
+        """Return in words a change since ``begin``, or None. Takes a millisecond where layers were written to."""
         if self._structure is None:
             return self.begin(adopt=False)
         if not (self._clean and self._has_the_same()):
-            number, layers = writes(), layers_of(self._module)
+            number, layers = _writes(), layers_of(self._module)
             self._clean = False
             what = foreign_layer(self._module, layers) or self._structure.difference(self._module, layers)
             if what is not None:
@@ -288,11 +320,15 @@ class LayerWatch:
         return replaced_code(self._kinds)
 
     def look_again(self) -> str | None:
-        """As ``look``, in microseconds where nobody wrote to a layer since. For each call beside other packs' code."""
+        """Return the same as ``look``, in microseconds where no layer was written to. For calls beside other packs."""
         return replaced_code(self._kinds) if self._clean and self._is_untouched() else self.look()
 
     def _note(self, layers: list[torch.nn.Module], number: int) -> None:
-        """Note the values to compare later: the layers match the structure, after so many writes."""
+        """Note the values to compare later, of layers that match the structure.
+
+        Args:
+            number: the number of writes before the layers were read.
+        """
         self._written, self._hooks_ever = number, -1
         self._layers, self._types, self._kinds = layers, list(map(type, layers)), frozenset(map(type, layers))
         self._own = own = [layer.__dict__ for layer in layers]
@@ -303,7 +339,7 @@ class LayerWatch:
         self._parts = [one["_modules"] for one in own if one["_modules"]]
         self._parts_before = list(map(dict, self._parts))
         self._orders = list(map(list, self._parts))
-        # direct writes to these are not counted: the network, its lists, their blocks, lists of numbers
+        # direct writes to these dicts are not counted, so they are compared: the network's, its lists', their blocks'
         lists = [part for part in self._module._modules.values() if part is not None]
         blocks = [block for part in lists for block in part._modules.values() if block is not None]
         self._top = [part.__dict__ for part in (self._module, *lists, *blocks)]
@@ -316,12 +352,12 @@ class LayerWatch:
         self._clean = True
 
     def _is_untouched(self) -> bool:
-        """True where nobody wrote to a layer or hooked into one. Takes a microsecond or two."""
-        return (writes() == self._written and self._is_unhooked() and list(map(len, self._top)) == self._top_sizes
+        """Tell whether no layer was written to and none has a hook. Takes a microsecond or two."""
+        return (_writes() == self._written and self._is_unhooked() and list(map(len, self._top)) == self._top_sizes
                 and self._lists == self._lists_before and self._mutable == self._mutable_before)  # fmt: skip
 
     def _is_unhooked(self) -> bool:
-        """True where no layer has a hook. torch numbers hooks: only after a new one all are looked at."""
+        """Tell whether no layer has a hook. torch numbers hooks: only a new number makes it look at all layers."""
         ever = RemovableHandle.next_id
         if ever != self._hooks_ever:
             if any(self._hooks) or torch_modules._global_forward_hooks or torch_modules._global_forward_pre_hooks:
@@ -330,8 +366,8 @@ class LayerWatch:
         return True
 
     def _has_the_same(self) -> bool:
-        """True where layers have the same classes, parts, settings, methods and names of attributes as before."""
-        number = writes()
+        """Tell whether all layers have the noted classes, parts, settings, methods and names of attributes."""
+        number = _writes()
         same = (
             self._is_unhooked()
             and list(map(type, self._layers)) == self._types

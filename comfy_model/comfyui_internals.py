@@ -1,7 +1,7 @@
 """Features that are switched off where ComfyUI's own code is not as expected.
 
 The table of names is read once, when the pack loads. A missing name costs a feature and never the picture, and the log
-says so once. Functions of other packs that replace ComfyUI's are checked where they matter, see ``whose_code``.
+says so once. Functions of other packs in the place of ComfyUI's are found elsewhere, see ``whose_code``.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _without: list[str] = []
 
 
 def check() -> dict[Feature, list[str]]:
-    """Hold the table against this ComfyUI, say in the log what is switched off, and return it: feature -> why."""
+    """Compare the table with this ComfyUI; log and return the features that are switched off: feature -> reasons."""
     global _off
     _off = {}
     names_used_by.cache_clear()
@@ -41,7 +41,7 @@ def check() -> dict[Feature, list[str]]:
 
 
 def _check_families() -> None:
-    """Leave families out whose own code this ComfyUI does not have as expected, and say so."""
+    """Leave out families whose code in this ComfyUI is not as expected, and say so in the log."""
     for family, places in architectures.needs().items():
         lacking = [f"{family} cannot be imported"] if places is None else [w for p in places if (w := _lacks(p))]
         if lacking:
@@ -77,7 +77,7 @@ def _sentence(feature: Feature, why: str) -> str:
 
 
 def _lacks(place: str) -> str | None:
-    """Return what is missing or different at a place of the table, in words, or None."""
+    """Describe what is missing or different at a place of the table, or return None."""
     name, _, given = place.partition("(")
     found, words = _find(name.replace("?", "")), _words(name)
     if found is _NOWHERE:
@@ -109,7 +109,7 @@ def _find(name: str) -> Any:
 
 
 _SERVERS = ("execution",)
-"""Modules that only a server needs, and has imported by now."""
+"""Modules that only a server needs. A server has imported them before this pack."""
 
 
 def _words(name: str) -> str:
@@ -124,7 +124,7 @@ def _takes(function: Any, given: list[str]) -> bool:
         return True
     parameters = [p for p in parameters if p.kind is not p.VAR_KEYWORD]
     if any(p.kind is p.VAR_POSITIONAL for p in parameters):
-        return True  # another pack's wrapper, which hands on whatever it gets
+        return True  # another pack's wrapper, which hands on all its arguments
     known, more = [name for name in given if name not in ("...", "**", "")], "..." in given
     if len(parameters) < len(known) or (len(parameters) > len(known) and not more):
         return False
@@ -137,21 +137,21 @@ def _computes_more(place: str) -> str | None:
     function = inspect.unwrap(_find(place)) if callable(_find(place)) else None
     code = getattr(function, "__code__", None)
     if code is None or code.co_filename != inspect.getfile(sys.modules[place.partition(":")[0]]):
-        return None  # another pack's, which is seen where it would matter
+        return None  # another pack's function, see ``whose_code``
     unknown = sorted(set(names_in(code)) - COMPUTED_HERE_TOO[place])
     return f"this ComfyUI's {_words(place)} uses {', '.join(unknown)}" if unknown else None
 
 
 @functools.cache
 def names_used_by(kind: type) -> frozenset[str]:
-    """All names in the code of a class's methods, with the attributes that they set."""
+    """Return all names in the code of a class's methods, with the attributes that they set."""
     functions = [getattr(f, "fget", f) for base in kind.__mro__ for f in vars(base).values()]
     codes = [getattr(inspect.unwrap(f), "__code__", None) for f in functions if callable(f)]
     return frozenset(name for code in codes if code is not None for name in names_in(code))
 
 
 def names_in(code: types.CodeType) -> Iterator[str]:
-    """The names that code looks up, also in nested functions."""
+    """Iterate over the names that code looks up, also in nested functions."""
     yield from code.co_names
     for inner in code.co_consts:
         if isinstance(inner, types.CodeType):

@@ -1,7 +1,7 @@
 """Names in ComfyUI's own code that the pack relies on, by the feature that needs them. ``comfyui_internals`` reads it.
 
-A name is ``module:name``, with the arguments that are given. ``_`` is any name, ``...`` stands for further ones that
-need not be given, and ``?`` for what may be missing.
+A name is ``module:name``, with the arguments that are given. ``_`` is an argument of any name, ``...`` stands for
+further arguments that need not be given. A name with ``?`` may be missing.
 """
 
 from __future__ import annotations

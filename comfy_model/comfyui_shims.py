@@ -1,7 +1,6 @@
 """Differences between versions of ComfyUI, detected by their features and never by a version number.
 
-Each function says which change of ComfyUI it is for. What ComfyUI's own code is expected to have at all is in
-``comfyui_internals``.
+Each section names the change of ComfyUI that it is for. ``comfyui_internals`` checks the names that all versions have.
 """
 
 from __future__ import annotations
@@ -25,13 +24,13 @@ MOST_HINTS = 2
 
 
 def hint_of(control: ControlBase, x_noisy: torch.Tensor) -> torch.Tensor | None:
-    """The hint that a control holds for a latent. With a single slot, the hint may be of another size."""
+    """Return the hint that a control holds for a latent. With a single slot, the hint may be of another size."""
     by_size = hints_by_size(control)
     return control.cond_hint if by_size is None else by_size.get(_size(x_noisy))
 
 
 def give_hint(control: ControlBase, x_noisy: torch.Tensor, hint: torch.Tensor | None) -> None:
-    """Let a control hold this hint for a latent, or none; as many as ComfyUI keeps stay."""
+    """Let a control hold this hint for a latent, or none; it keeps as many sizes as ComfyUI does."""
     by_size = hints_by_size(control)
     if by_size is None:
         control.cond_hint = hint
@@ -44,7 +43,7 @@ def give_hint(control: ControlBase, x_noisy: torch.Tensor, hint: torch.Tensor | 
 
 
 def hints_by_size(control: ControlBase) -> dict | None:
-    """A control's hints by the latent's height and width, not repeated for a batch; None where it has one slot."""
+    """Return a control's hints by height and width of the latent, one for a whole batch; None where it has one slot."""
     found = getattr(control, "cond_hints", None)
     return found if isinstance(found, dict) else None
 
@@ -87,13 +86,13 @@ _NO_PLACE = torch.device("cpu")
 
 
 def free_memory(device: torch.device) -> float:
-    """Free bytes of a device, with the weights that dynamic VRAM gives up on demand."""
+    """Return the free bytes of a device, with the weights that dynamic VRAM gives up on demand."""
     from comfy import model_management
     from comfy.model_patcher import ModelPatcher
 
     try:
         return ModelPatcher(torch.nn.Module(), device, _NO_PLACE).get_free_memory(device)
-    except (AttributeError, TypeError):  # patchers have another interface: without the weights that would be given up
+    except (AttributeError, TypeError):  # patchers of this version have another interface
         return model_management.get_free_memory(device)
 
 
@@ -105,7 +104,7 @@ _KNOWN_PINS = frozenset(
 
 
 def knows_pins(pins: Mapping) -> bool:
-    """Tell whether a model's record of pinned memory holds nothing that loading may have to handle in each run."""
+    """Tell whether loading handles all of a model's record of pinned memory once, and nothing in each run."""
     unknown = set(pins) - _KNOWN_PINS
     if unknown:
         switch_off(Feature.STAGED_ONCE, f"this ComfyUI's dynamic_pins has {', '.join(sorted(unknown))}")
@@ -116,7 +115,7 @@ def knows_pins(pins: Mapping) -> bool:
 
 
 def outside_recording() -> contextlib.AbstractContextManager:
-    """Keep allocations inside out of ComfyUI's recordings, which expect the same ones in each call."""
+    """Keep allocations inside out of ComfyUI's recordings, which expect the same allocations in each call."""
     prefetch = sys.modules.get("comfy.model_prefetch")  # not imported: nothing is recorded
     pause = getattr(prefetch, "pause_malloc_graph", None)
     return pause(sync=False) if pause is not None and works(Feature.GRAPHS) else _NOTHING

@@ -1,7 +1,7 @@
 """Weights hashes on disk, by the file that a model was loaded from: a 7 GB checkpoint is hashed once, not every start.
 
-Only for models that ComfyUI's own loaders made and nobody patched; other models are hashed when needed. The
-whole file is read in a thread beside everything else, once per process: its digest tells whether it was changed.
+They serve models that ComfyUI's own loaders made and nobody patched; other models are hashed when needed. Once per
+process a thread reads the whole file: its digest shows whether the file was changed.
 """
 
 from __future__ import annotations
@@ -17,8 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..engine_library import Engine, Fallback, Reason, trust
-from ..engine_library.atomic_files import write_file
-from ..engine_library.safe_files import NOTES, read_json
+from ..engine_library.safe_files import NOTES, read_json, write_file
 from .weight_patches import version_of
 
 if TYPE_CHECKING:
@@ -40,23 +39,25 @@ def use(folder: Path | None) -> None:
 
 
 def source_of(patcher: ModelPatcher) -> dict | None:
-    """The file that a model was loaded from (``path``, ``size``, ``mtime_ns``), or None when it is not known."""
+    """Return the file that a model was loaded from (``path``, ``size``, ``mtime_ns``), or None when it is not known."""
     loader = getattr(patcher, "cached_patcher_init", None)
     path = loader[1][0] if loader and loader[1] else None
-    if not isinstance(path, str):
-        return None
+    return _on_disk(os.path.realpath(path)) if isinstance(path, str) else None
+
+
+def _on_disk(path: str) -> dict | None:
     try:
         stat = os.stat(path)
-    except OSError:
+    except (OSError, ValueError):
         return None
-    return {"path": os.path.realpath(path), "size": stat.st_size, "mtime_ns": stat.st_mtime_ns}
+    return {"path": path, "size": stat.st_size, "mtime_ns": stat.st_mtime_ns}
 
 
 def key_of(patcher: ModelPatcher, prefix: str, sample: Callable[[], str]) -> str | None:
-    """Return the key of a model's hash: its file, how it was loaded and as what; None when it must be hashed.
+    """Return the key of a model's hash: its file, loader, options and dtypes; None when it must be hashed.
 
     Args:
-        sample: a quick hash of some of the weights: another file may have the size and time of the one before.
+        sample: a quick hash of some weights: a file may be replaced by another with the same size and time.
     """
     source = source_of(patcher)
     if source is None or version_of(patcher) is not None:
@@ -71,7 +72,7 @@ def key_of(patcher: ModelPatcher, prefix: str, sample: Callable[[], str]) -> str
 
 
 def read(key: str | None) -> str | None:
-    """The hash kept under a key, or None. Its file is read as a whole from then on, see ``still_holds``."""
+    """Return the hash kept under a key, or None, and begin to read the key's whole file for ``still_holds``."""
     found = _entries().get(key) if key is not None else None
     if found is not None:
         digest_of(_path_in(key))
@@ -84,8 +85,13 @@ def write(key: str | None, value: str) -> None:
         return
     _change(lambda entries: entries.update({key: value}))
     if _folder is not None:
-        digest = digest_of(_path_in(key))
-        when_known(digest, lambda known: _change(lambda entries: entries.update({_file_key(key): known})))
+        digest_of(_path_in(key)).add_done_callback(lambda digest: _keep_digest(key, digest.result()))
+
+
+def _keep_digest(key: str, digest: str) -> None:
+    """Keep the digest of a key's file, unless reading it failed."""
+    if digest:
+        _change(lambda entries: entries.update({_file_key(key): digest}))
 
 
 def still_holds(key: str | None) -> bool:
@@ -96,8 +102,8 @@ def still_holds(key: str | None) -> bool:
     if key is None or _folder is None:
         return True
     digest, kept = digest_of(_path_in(key)).result(), _entries().get(_file_key(key))
-    if kept is None and digest:
-        _change(lambda entries: entries.update({_file_key(key): digest}))
+    if kept is None:
+        _keep_digest(key, digest)
     if kept is None or digest == kept:
         return True
     log.warning("Hybrid TRT: %s was changed without a sign of it; its weights are hashed anew", _path_in(key))
@@ -110,7 +116,7 @@ def _path_in(key: str) -> str:
 
 
 def _file_key(key: str) -> str:
-    """The key of the digest of a key's file."""
+    """Return the key of the digest of a key's file."""
     return "file " + json.dumps(json.loads(key)[:2])
 
 
@@ -121,7 +127,7 @@ def forget(key: str | None) -> None:
 
 
 def known_hashes(source: dict) -> set[str]:
-    """The hashes of everything that was loaded from a file in its present state."""
+    """Return the hashes of all models that were loaded from a file in its present state."""
     start = json.dumps([source])[:-1]
     return {value for key, value in _entries().items() if key.startswith(start)}
 
@@ -159,21 +165,17 @@ def _change(change: Callable[[dict[str, str]], object]) -> None:
 def source_changed(engine: Engine) -> Fallback | None:
     """Return a reason if the file of an engine's weights has been overwritten; a missing file proves nothing.
 
-    None for an engine of any weights, and for another worker's: its file has other times here.
-    Only for engines built here: a path that a stranger wrote is never touched, it may lead to his server.
+    Return None for an engine of any weights, and for an engine of another worker: its file has other times there.
+    Only paths of engines that were built here are touched: a path that a stranger wrote may lead to his server.
     """
     record, source = trust.record_of(engine), engine.manifest.source
     if record is None or record.verdict != trust.BUILT or not record.here or engine.manifest.identity.any_weights:
         return None
-    try:
-        stat = os.stat(source["path"])
-    except (OSError, KeyError, ValueError):
-        return None
-    now = {"path": source["path"], "size": stat.st_size, "mtime_ns": stat.st_mtime_ns}
-    if now == dict(source) or engine.manifest.identity.weights in known_hashes(now):
+    now = _on_disk(source.get("path", ""))
+    if now is None or now == dict(source) or engine.manifest.identity.weights in known_hashes(now):
         return None
     if known_hashes(dict(source)) & known_hashes(now):
-        return None  # the same contents under another time; this engine has a LoRA in it, and no file that hash
+        return None  # the same contents with another time; the engine has a LoRA in it, so its hash is of no file
     return Fallback(Reason.STALE_ENGINE, f"{now['path']} has changed since this engine was built from it")
 
 
@@ -184,7 +186,7 @@ _starting = threading.Lock()
 
 
 def state_of(path: str) -> tuple | None:
-    """The size, times and inode of a file, which change with it; None where they cannot be read."""
+    """Return the size, times and inode of a file, which change with it; None where they cannot be read."""
     try:
         stat = os.stat(path)
     except OSError:
@@ -193,19 +195,14 @@ def state_of(path: str) -> tuple | None:
 
 
 def digest_of(path: str) -> Future[str]:
-    """The digest of a file as it is now, being read in a thread of its own; ``""`` where that fails or it changes."""
+    """Read a file in a thread and return its digest; ``""`` where reading fails, or the file changes meanwhile."""
     key = f"{path} {state_of(path)}"
     with _starting:
         if key not in _digests:
             _digests[key] = found = Future()
-            # a daemon: a server that stops does not wait for it
+            # a daemon: a server that stops does not wait for the thread
             threading.Thread(target=_read, args=(path, found), name="Hybrid TRT file digest", daemon=True).start()
         return _digests[key]
-
-
-def when_known(digest: Future[str], then: Callable[[str], object]) -> None:
-    """Call ``then`` with a digest, unless reading failed."""
-    digest.add_done_callback(lambda done: then(done.result()) if done.result() else None)
 
 
 def _read(path: str, found: Future[str]) -> None:

@@ -1,12 +1,12 @@
-"""The weights of a live network at stable addresses, following ComfyUI's patcher.
+"""The weights of a live network at stable addresses. They follow ComfyUI's patcher, and a companion's.
 
-Two places, decided per tensor each time:
+A tensor is in one of two places, decided anew each time:
 
-* *shared*: the native parameter lies on the GPU in the right dtype (ComfyUI's non-dynamic loading), so it is used where
-  it is, and ComfyUI's own in-place patching is what a LoRA does.
-* *owned*: anything else. Under dynamic VRAM weights have no stable address (they are staged outside torch's allocator
-  and faulted in per layer); a copy on the GPU is then the only one there, because native is never called. ComfyUI's
-  non-dynamic clone would read the file again and hold a second copy in RAM instead.
+* *shared*: the native parameter lies on the GPU in the right dtype (ComfyUI's non-dynamic loading). It is used where it
+  is, and ComfyUI patches LoRAs into it in place.
+* *owned*: all other tensors. Under dynamic VRAM weights have no stable address: they are staged outside torch's
+  allocator and faulted in per layer. The owned copy is then the only one on the GPU, because native is never called.
+  ComfyUI's non-dynamic clone would read the file again and hold a second copy in RAM instead.
 """
 
 from __future__ import annotations
@@ -20,25 +20,18 @@ import torch
 from ..architectures.fused_linear import FusedLinear
 from ..engine_library import Reason, Unavailable
 from .module_copy import plain_copy
-from .network import NativeNetwork
-from .stored_weights import (
-    is_quantised,
-    quantised_again,
-    rounded_when_called,
-    stored_dtypes,
-    tensors_of,
-    weights_with_patches,
-)
+from .network import NativeNetwork, patchers_of
 from .torch_kernels import empty_laid_out, lay_out_in_place
-from .weight_formats import cast_when_called
-from .weight_hash import edition_of, value_of
-from .weight_patches import acting, version_of
+from .weight_formats import is_quantised, stored_dtypes, tensors_of
+from .weight_hash import edition_of
+from .weight_patches import version_of
+from .weight_values import PatchedWeight, patched_weights, quantised_again, rounded_when_called, value_of
 
 if TYPE_CHECKING:
     from comfy.model_patcher import ModelPatcher
 
 class FusedWeights:
-    """One of the parameters of fused layers, on live weights.
+    """A parameter of fused layers, on live weights.
 
     Attributes:
         names: of the layers' parameters, in order.
@@ -64,9 +57,9 @@ class FusedWeights:
             self.release()
 
     def lend(self, places: Sequence[tuple[torch.nn.Module, str]]) -> None:
-        """Let native parameters at these places be views, so that there is one copy of them.
+        """Make native parameters at these places views of one tensor, so that there is one copy of them.
 
-        A new tensor is made where ComfyUI has replaced theirs: it may restore parts of the old tensor.
+        Where ComfyUI has replaced a parameter, a new tensor is made: ComfyUI may restore parts of the old tensor.
         """
         live = [owner._parameters[leaf].data for owner, leaf in places]
         if self._lent and all(a.data_ptr() == b.data_ptr() for a, b in zip(live, self._parts(), strict=True)):
@@ -76,7 +69,7 @@ class FusedWeights:
             owner._parameters[leaf] = torch.nn.Parameter(part, requires_grad=False)
 
     def place(self) -> None:
-        """Let the fused layers compute with what was written or lent."""
+        """Let the fused layers compute with the tensor."""
         self._fused._parameters[self._leaf] = torch.nn.Parameter(self._whole, requires_grad=False)
 
     def release(self) -> None:
@@ -92,6 +85,9 @@ class FusedWeights:
 class LiveWeights:
     """A plain copy of a native module whose parameters are the live weights. It does not keep the native module.
 
+    Methods take the patcher of the network itself. It leads to the companion's patcher: ComfyUI keeps that in the model
+    patch of the sampled model.
+
     Attributes:
         module: the copy.
         generation: changes whenever a tensor moves; CUDA graphs recorded before are void then.
@@ -103,10 +99,11 @@ class LiveWeights:
         self.dtype = dtype
         self.generation = 0
         self.version = 0
-        self._prefix = network.prefix
+        self._parts = [(start, part.prefix) for start, part in zip(network.starts, network.parts, strict=True)]
+        self._companion = None if network.companion is None else weakref.ref(network.companion.module)
         self._share = share
         self._bound_to: object = None
-        self._edition = 0
+        self._editions: Sequence[int] = (0,) * len(self._parts)
         self._patched: set[str] = set()
         self._shared: dict[str, int] = {}
         self._fused: dict[str, FusedWeights] = {}
@@ -120,7 +117,7 @@ class LiveWeights:
                 buffer=lambda _, b: b.detach().to(self.device),
             )
         self._places = {name: place for name, place in _places(self.module)}
-        # weakly: what follows a model must not keep it
+        # weak references: live weights must not keep a model
         self._native_places: dict[str, tuple[weakref.ref[torch.nn.Module], str]] = {}
         self._names: dict[str, list[str]] = {}  # of a native weight: its parameters here
         for name, (owner, leaf) in _places(network.module):
@@ -134,7 +131,7 @@ class LiveWeights:
         self._places = {name: place for name, place in self._places.items() if id(self._parameter(name)) in wanted}
 
     def forget(self, layers: Collection[torch.nn.Module]) -> None:
-        """From now on follow no parameters of some layers, which ``module`` does without."""
+        """From now on follow no parameters of some layers, which ``module`` no longer has."""
         self._places = {name: place for name, place in self._places.items() if place[0] not in layers}
 
     def fuse(self, layers: Sequence[FusedLinear]) -> None:
@@ -163,22 +160,26 @@ class LiveWeights:
         return self._bound_to is not None
 
     def sync_from(self, patcher: ModelPatcher, thorough: bool = True) -> None:
-        """Set the weights to a patcher's values: its file's, with its LoRAs.
+        """Set the weights to a patcher's values: the file's weights with its LoRAs.
 
         Args:
             thorough: check the address of every shared tensor, and not only ComfyUI's own record of the loading state.
+
+        Raises:
+            Unavailable: the patcher lacks the model patch, or another node took a weight out of the model.
         """
-        state = self._state(patcher)
+        patchers = self._patchers(patcher)
+        state = tuple(map(self._state, patchers))
         if state == self._bound_to and not (thorough and self._moved()):
             return
         with torch.inference_mode(False), torch.no_grad():
-            self._bind(patcher)
+            self._bind(patchers)
         self._bound_to = state
         self.version += 1
 
     def missing(self, patcher: ModelPatcher) -> int:
-        """Bytes that ``sync_from`` would allocate for owned weights."""
-        shareable = self._shareable(patcher)
+        """Return the bytes that ``sync_from`` would allocate for owned weights."""
+        shareable = self._shareable(self._patchers(patcher))
         size = 0
         for name, parameter in self._parameters():
             if parameter.is_meta and name not in shareable:
@@ -197,6 +198,9 @@ class LiveWeights:
         self.generation += 1
         self.version += 1
 
+    def _patchers(self, patcher: ModelPatcher) -> tuple[ModelPatcher, ...]:
+        return patchers_of(patcher, None if self._companion is None else self._companion())
+
     def _state(self, patcher: ModelPatcher) -> tuple:
         model = patcher.model
         own = (version_of(patcher), edition_of(patcher))
@@ -207,41 +211,32 @@ class LiveWeights:
     def _moved(self) -> bool:
         return any(self._native_tensor(name).data_ptr() != address for name, address in self._shared.items())
 
-    def _bind(self, patcher: ModelPatcher) -> None:
+    def _bind(self, patchers: Sequence[ModelPatcher]) -> None:
         self._bytes = (-1, 0)  # should this fail half-way
-        shareable = self._shareable(patcher)
+        shareable = self._shareable(patchers)
         moved, patched, shared = False, set(), {}
-        edited, self._edition = self._edition != edition_of(patcher), edition_of(patcher)
+        before, self._editions = self._editions, tuple(map(edition_of, patchers))
         for whole in self._wholes():
             if whole.names[0] in shareable:
                 whole.lend([self._native_place(name) for name in whole.names])
             else:
                 whole.keep()
-        entries, cast = weights_with_patches(patcher, self._prefix), cast_when_called(patcher)
-        for key in list(entries):
-            # popped: else tensors with a new layout would exist twice until the end
-            original, *patches = entries.pop(key)
-            patches = acting(patches)
-            native = key[len(self._prefix) :]
-            names = [name for name in self._names.get(native, ()) if name in self._places]  # a buffer has none
-            if shareable.issuperset(names):
-                for name in names:
-                    live = self._laid_out(name)
-                    if self._shared.get(name) != live.data_ptr():
-                        self._put(name, live)
-                        moved = True
-                    shared[name] = live.data_ptr()
-                continue
-            fresh = any(self._parameter(name).is_meta or name in self._shared for name in names)
-            if fresh:
-                for name in names:
-                    self._own(name)
-                moved = True
-            if patches:
-                patched.add(native)
-            if fresh or edited or patches or native in self._patched:
-                for name, value in self._values(patcher, key, original, patches, cast.get(key)).items():
-                    self._parameter(name).copy_(value)
+        for (start, prefix), patcher, was, edition in zip(self._parts, patchers, before, self._editions, strict=True):
+            for weight in patched_weights(patcher, prefix):
+                native = start + weight.key[len(prefix) :]
+                names = [name for name in self._names.get(native, ()) if name in self._places]  # a buffer has none
+                if shareable.issuperset(names):
+                    moved |= self._put_native(names, shared)
+                    continue
+                fresh = any(self._parameter(name).is_meta or name in self._shared for name in names)
+                if fresh:
+                    for name in names:
+                        self._own(name)
+                    moved = True
+                if weight.patches:
+                    patched.add(native)
+                if fresh or was != edition or weight.patches or native in self._patched:
+                    self._write(names, weight)
         for whole in self._wholes():
             whole.place()
         if (lacking := next((name for name, parameter in self._parameters() if parameter.is_meta), None)) is not None:
@@ -249,25 +244,37 @@ class LiveWeights:
         self._patched, self._shared = patched, shared
         self.generation += moved
 
-    def _values(
-        self, patcher: ModelPatcher, key: str, original: tuple, patches: list[tuple], cast: torch.dtype | None
-    ) -> dict[str, torch.Tensor]:
-        """The values of a native weight's parameters here, by name."""
-        if not is_quantised(original[0]):
-            value = value_of(key, original, patches, self.device, cast, rounded_when_called(patcher, key))
+    def _put_native(self, names: Sequence[str], shared: dict[str, int]) -> bool:
+        """Use native parameters and note their addresses in ``shared``. Return True if one is not where it was."""
+        moved = False
+        for name in names:
+            live = self._laid_out(name)
+            if self._shared.get(name) != live.data_ptr():
+                self._put(name, live)
+                moved = True
+            shared[name] = live.data_ptr()
+        return moved
+
+    def _write(self, names: Sequence[str], weight: PatchedWeight) -> None:
+        """Write a native weight, as its layer computes with it, to its parameters here."""
+        if is_quantised(weight.stored):
+            value = quantised_again(weight, self.device, self.dtype)
         else:
-            value = quantised_again(patcher, key, original, patches, self.device, self.dtype)
-        path, _, leaf = key[len(self._prefix) :].rpartition(".")
-        return {f"{path}.{name}" if path else name: tensor for name, tensor in tensors_of(leaf, value).items()}
+            value = value_of(weight, self.device, rounded_when_called(weight.patcher, weight.key))
+        tensors = tensors_of(weight.key.rpartition(".")[2], value).values()
+        for name, tensor in zip(names, tensors, strict=True):
+            self._parameter(name).copy_(tensor)
 
     def _shares(self, patcher: ModelPatcher) -> bool:
-        return self._share and not patcher.is_dynamic() and _holds_its_patches(patcher)
+        """Tell whether ComfyUI has loaded the model with exactly this patcher's weight patches in place."""
+        loaded = patcher.model.current_weight_patches_uuid == patcher.patches_uuid
+        return self._share and loaded and not patcher.is_dynamic()
 
-    def _shareable(self, patcher: ModelPatcher) -> set[str]:
-        """The native parameters that can be shared; of fused or quantised layers all or none."""
-        if not self._shares(patcher):
-            return set()
-        found = {name for name in self._places if self._can_share(name)}
+    def _shareable(self, patchers: Sequence[ModelPatcher]) -> set[str]:
+        """Return the names of parameters that can be shared; of fused or quantised layers all or none."""
+        parts = zip(self._parts, patchers, strict=True)
+        starts = tuple(start for (start, _), patcher in parts if self._shares(patcher))
+        found = {name for name in self._places if name.startswith(starts) and self._can_share(name)}
         for names in self._names.values():
             if not found.issuperset(names):
                 found.difference_update(names)
@@ -278,11 +285,11 @@ class LiveWeights:
         live = self._native_tensor(name)
         if live.device != self.device or live.dtype != self._dtypes[name] or type(live.data) is not torch.Tensor:
             return False
-        # False for what is patched at call time and not in place
+        # a weight that is patched at call time and not in place cannot be shared
         return not getattr(owner, f"{leaf}_function", None) and getattr(owner, f"{leaf}_lowvram_function", None) is None
 
     def _laid_out(self, name: str) -> torch.Tensor:
-        """The native parameter, to be shared; convolutions are converted to channels_last in place."""
+        """Return the native parameter to share; a convolution's is converted to channels_last in place."""
         owner, leaf = self._native_place(name)
         if is_quantised(owner._parameters[leaf]):
             return self._native_tensor(name)
@@ -321,20 +328,15 @@ class LiveWeights:
         return owner(), leaf
 
     def _native_tensor(self, name: str) -> torch.Tensor:
-        """The native parameter, or of a quantised one the tensor that is ``name`` here."""
+        """Return the native parameter, or of a quantised weight the tensor with that name here."""
         owner, leaf = self._native_place(name)
         weight = owner._parameters[leaf]
         return tensors_of(leaf, weight)[name.rpartition(".")[2]] if is_quantised(weight) else weight
 
 
 def _places(module: torch.nn.Module) -> Iterator[tuple[str, tuple[torch.nn.Module, str]]]:
-    """Name of each parameter -> the layer that holds it and its name there."""
+    """Iterate over (name of a parameter, (the layer that holds it, its name there))."""
     for path, layer in module.named_modules():
         for leaf, parameter in layer._parameters.items():
             if parameter is not None:
                 yield f"{path}.{leaf}" if path else leaf, (layer, leaf)
-
-
-def _holds_its_patches(patcher: ModelPatcher) -> bool:
-    """Tell whether ComfyUI has loaded the model with exactly this patcher's weight patches in place."""
-    return patcher.model.current_weight_patches_uuid == patcher.patches_uuid

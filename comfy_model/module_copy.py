@@ -14,15 +14,15 @@ import torch
 
 from .changed_layers import left_by_forward, methods, replaced
 from .comfyui_shims import is_of_loading
-from .stored_weights import class_of_copy, tensors_of
+from .weight_formats import class_of_copy, tensors_of
 
 Source = Callable[[str, torch.Tensor], torch.Tensor]
-"""Name and native tensor of a parameter or buffer -> what the copy holds in its place. A quantised weight has several
-parameters in a copy."""
+"""Name and native tensor of a parameter or buffer -> the tensor that the copy holds in its place. A quantised weight
+has several parameters in a copy."""
 
 
 class ReplacedForward(ValueError):
-    """Another node replaced a layer's forward or another method, or hooks into it, which a copy would lose."""
+    """Another node replaced a method of a layer, or hooked into the layer. A copy would lose that."""
 
 
 def plain_copy(
@@ -38,11 +38,11 @@ def plain_copy(
     untouched, whatever state ComfyUI has loaded it in: only its structure is walked.
 
     Args:
-        dtype: what the copy computes in.
+        dtype: the dtype that the copy computes in.
         kind_of: class of a native layer -> class of its copy.
 
     Raises:
-        ReplacedForward: a layer computes something else than its class says.
+        ReplacedForward: a layer computes something else than its class.
     """
     return _copy(module, "", dtype, parameter, buffer, kind_of).eval().requires_grad_(False)
 
@@ -51,7 +51,7 @@ def native_copy(module: torch.nn.Module) -> torch.nn.Module:
     """Return a deep copy of a native module that ComfyUI loads anew, wherever the weights are now."""
     held = [(layer.__dict__, name, value) for layer in module.modules() for name, value in layer.__dict__.items()
             if is_of_loading(name, value)]  # fmt: skip
-    for attributes, name, _ in held:  # memory of ComfyUI's allocator: it cannot be copied
+    for attributes, name, _ in held:  # memory of ComfyUI's allocator cannot be copied
         del attributes[name]
     try:
         return copying.deepcopy(module)

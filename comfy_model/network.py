@@ -1,4 +1,4 @@
-"""A loaded native network as the builder and the nodes see it: one module inside one ComfyUI patcher."""
+"""A loaded native network as the builder and the nodes see it: a module inside a ComfyUI patcher."""
 
 from __future__ import annotations
 
@@ -19,8 +19,7 @@ from ..engine_library.fallback import Fallback, Reason, Unavailable
 from .attention import part_replaced, preference_class, unknown_preference
 from .changed_layers import LayerWatch, answers_about, structure_of
 from .hash_cache import hashes_without_patches
-from .stored_weights import layers_for_live_weights
-from .weight_formats import forget_casts, unreadable_weights
+from .weight_formats import forget_casts, layers_for_live_weights, unreadable_weights
 from .weight_hash import Check, fingerprint, forget_hash, forget_places, hash_of_parts, known_hash, weights_hash
 from .weight_patches import why_reshaped
 
@@ -37,17 +36,17 @@ _UNPATCHED = object()
 _both: weakref.WeakKeyDictionary[torch.nn.Module, weakref.WeakKeyDictionary[ModelPatcher, WithCompanion]] = (
     weakref.WeakKeyDictionary()
 )
-"""Model -> a companion's patcher -> the networks of both; these refer to neither."""
+"""Model -> a companion's patcher -> the networks of both, which refer neither to the model nor to the patcher."""
 
 
 @dataclass(frozen=True)
 class NativeNetwork:
-    """The network that an engine stands in for.
+    """The network that an engine computes in the place of ComfyUI.
 
     Attributes:
         patcher: ComfyUI's patcher that loads, patches and moves the weights.
         module: the UNet, ControlNet or VAE itself.
-        prefix: where ``module`` lies in the patcher's model: ``"diffusion_model."``, or ``""`` for the whole model.
+        prefix: the path of ``module`` in the patcher's model: ``"diffusion_model."``, or ``""`` for the whole model.
         dtype: its compute dtype.
         label: its name as the user knows it.
         role: its role in ComfyUI; a VAE's module has two roles.
@@ -68,7 +67,7 @@ class NativeNetwork:
 
     @classmethod
     def of_model(cls, model: ModelPatcher, label: str) -> NativeNetwork:
-        """The UNet of a MODEL, with the companion of its model patch where engines compute that too."""
+        """Return the UNet of a MODEL, with the companion of its model patch where engines compute that too."""
         base = cls(model, model.model.diffusion_model, UNET_PREFIX, _compute_dtype(model), label, Role.BACKBONE)
         found = base._absorbed(model.model_options.get("transformer_options", {}).get("patches", {}))
         if found is None:
@@ -79,26 +78,26 @@ class NativeNetwork:
 
     @classmethod
     def of_controlnet(cls, controlnet: ControlNet, label: str) -> NativeNetwork:
-        """The network of a CONTROL_NET whose type is exactly ComfyUI's ControlNet."""
+        """Return the network of a CONTROL_NET whose type is exactly ComfyUI's ControlNet."""
         module = controlnet.control_model
         dtype = controlnet.manual_cast_dtype or module.dtype
         return cls(controlnet.control_model_wrapped, module, "", dtype, label, Role.CONTROLNET)
 
     @classmethod
     def of_vae(cls, vae: VAE, role: Role, label: str) -> NativeNetwork:
-        """The decoder or encoder of a VAE, one module for both."""
+        """Return the decoder or encoder of a VAE, one module for both."""
         return cls(vae.patcher, vae.first_stage_model, "", vae.vae_dtype, label, role)
 
     @property
     def parts(self) -> tuple[NativeNetwork, ...]:
-        """The networks with weights of one patcher each that it is made of: itself, or its base and its companion."""
+        """Its networks with a single patcher each: itself, or its base and its companion."""
         if self.companion is None:
             return (self,)
         return replace(self, module=self.module.base, companion=None, absorbs=None), self.companion
 
     @property
     def starts(self) -> tuple[str, ...]:
-        """The beginnings of the names of each part's weights in ``module``."""
+        """For each part, the beginning of its weights' names in ``module``."""
         return ("",) if self.companion is None else ("base.", "companion.")
 
     @property
@@ -113,7 +112,7 @@ class NativeNetwork:
 
     @property
     def only_live(self) -> str:
-        """Layers that live weights alone can serve, in words; ``""`` without any."""
+        """Its layers that only live weights can serve, in words; ``""`` without any."""
         return layers_for_live_weights(self.module)
 
     def undo_foreign_patches(self) -> None:
@@ -126,22 +125,22 @@ class NativeNetwork:
         model = self.patcher.model
         if getattr(model, "current_patcher", None) is not None:
             return
-        for other in loaded_models():  # of a model's clones the one that was loaded last
+        for other in loaded_models():  # the clone of this model that was loaded last
             if other is not None and other.model is model:
                 other.eject_model()  # only its own patcher can undo its injections
         if self._leftovers():
             self.patcher.unpatch_model(unpatch_weights=False)
 
     def _leftovers(self) -> list[str]:
-        """The parts of the module that another node has replaced."""
+        """Return the parts of the module that another node has replaced."""
         own, ignored = self.patcher.object_patches_backup, preference_class()
         return [name for name in own if f"{name}.".startswith(self.prefix) and type(own[name]) is not ignored]
 
     def unchanged_architecture(self, watch: LayerWatch | None = None) -> Architecture:
-        """The family it belongs to, with every layer checked against its class: once per run.
+        """Check every layer against its class, and return its architecture. To be called once per run.
 
         Args:
-            watch: the watch of its layers, if there is one.
+            watch: the watch of its layers, if the caller has one.
 
         Raises:
             Unavailable: no engine can be built for this network, or for the way it is patched.
@@ -166,7 +165,7 @@ class NativeNetwork:
         return architecture
 
     def architecture(self) -> Architecture:
-        """The family it belongs to.
+        """Return its architecture.
 
         Raises:
             Unavailable: no engine can be built for this network, or for the way it is patched.
@@ -204,7 +203,7 @@ class NativeNetwork:
             raise Unavailable(Reason.UNSUPPORTED_MODEL, f"{self.label} has {what}")
 
     def other_dtype(self, patcher: ModelPatcher) -> Fallback | None:
-        """Return why a patcher of the same model is not served: *ModelComputeDtype* set another dtype. Cheap."""
+        """Return why a patcher of the same model is not served, or None: it has another compute dtype. Cheap."""
         own, its = self.patcher.object_patches.get(_CAST, _UNPATCHED), patcher.object_patches.get(_CAST, _UNPATCHED)
         if own is its or patcher.model is not self.patcher.model or (dtype := _compute_dtype(patcher)) == self.dtype:
             return None
@@ -212,11 +211,11 @@ class NativeNetwork:
         return Fallback(Reason.MODEL_PATCHED, f"the model computes in {where}")
 
     def weights_hash(self, check: Check | None = None) -> str:
-        """Hash of the weights with the patcher's LoRAs in; cached, see ``weight_hash.weights_hash``."""
+        """Return the hash of the weights with the patcher's LoRAs; cached, see ``weight_hash.weights_hash``."""
         return hash_of_parts([weights_hash(part.patcher, part.prefix, check) for part in self.parts])
 
     def known_hash(self) -> str:
-        """The result of ``weights_hash`` if it is known already, else ``""``."""
+        """Return the result of ``weights_hash`` if it is known already, else ``""``."""
         return hash_of_parts([known_hash(part.patcher, part.prefix) for part in self.parts])
 
     def other_hashes(self) -> set[str]:
@@ -253,7 +252,7 @@ class NativeNetwork:
         return Fallback(Reason.OTHER_MODEL, detail, advice=f"put the engine node behind {kind.node}")
 
     def _absorbed(self, patches: Mapping[str, Sequence[Any]]) -> tuple[AbsorbedPatch, Any] | None:
-        """The patch that an engine of this network would compute, with its kind, if it is on the same device."""
+        """Return the patch that an engine of this network would compute, with its kind, if it is on the same device."""
         found = absorbed_patch(self.module, patches)
         return found if found is not None and companion_of(found[1]).load_device == self.patcher.load_device else None
 
@@ -270,10 +269,10 @@ class NativeNetwork:
 
 
 def patchers_of(patcher: ModelPatcher, companion: torch.nn.Module | None) -> tuple[ModelPatcher, ...]:
-    """Return the patchers of a network's parts: one that ComfyUI samples with, and its model patch's.
+    """Return the patchers of a network's parts: the patcher that ComfyUI samples with, and that of its model patch.
 
     Args:
-        companion: the network of that patch, None where the engine computes none.
+        companion: the network of the model patch, None where the engine computes no patch.
 
     Raises:
         Unavailable: the patcher has no such patch.

@@ -1,4 +1,4 @@
-"""A network on its way into the child process: its weights in a file, its structure without them through a pipe.
+"""A network on its way into the child process: its weights go through a file, its structure through a pipe.
 
 The weights are a snapshot: the exported values are the hashed values, whatever ComfyUI does to the model meanwhile. A
 network that is compiled for live weights gets random weights.
@@ -22,11 +22,12 @@ from ..engine_library import BuildError
 from .changed_layers import layer_classes
 from .module_copy import ReplacedForward, plain_copy
 from .network import NativeNetwork
-from .stored_weights import is_fp8, stored_dtypes
-from .weight_hash import combine, current_weights, digest, hash_of_parts, hashing_pool
+from .weight_formats import is_fp8, stored_dtypes
+from .weight_hash import combine, digest, hash_of_parts, hashing_pool
+from .weight_values import current_weights
 
 ALIGNMENT = 64
-"""Of each weight in a data file."""
+"""Alignment of each weight in a data file, in bytes."""
 
 Offsets = Mapping[torch.nn.Parameter, int]
 """Parameter -> offset in a data file, in bytes."""
@@ -35,16 +36,11 @@ Step = Callable[[float], None]
 """Called with the fraction done; may raise to cancel."""
 
 
-def write_weights(
-    network: NativeNetwork, dtype: torch.dtype, path: Path, step: Step, hashed: bool = True
-) -> tuple[str, dict]:
+def write_weights(network: NativeNetwork, dtype: torch.dtype, path: Path, step: Step) -> tuple[str, dict]:
     """Write a network's current weights (LoRAs applied) in ``dtype`` to a file.
 
-    Args:
-        hashed: whether their hash is wanted, which takes longer than all the rest.
-
     Returns:
-        Their hash, as ``weight_hash.weights_hash`` makes it, or ""; and name -> (shape, offset in the file, dtype).
+        Their hash, as ``weight_hash.weights_hash`` makes it; and name -> (shape, offset in the file, dtype).
     """
     total = max(1, sum(p.numel() for p in network.module.parameters()))
     index, hashes, done, dtypes = {}, [], 0, _dtypes(network, dtype, live=False)
@@ -54,37 +50,36 @@ def write_weights(
             for own_name, live in current_weights(part.patcher, part.prefix):
                 name = start + own_name
                 weight = live.clone()  # ComfyUI may change the live one at any time
-                pending = pool.submit(digest, own_name, weight) if hashed else None
+                pending = pool.submit(digest, own_name, weight)
                 file.seek(-file.tell() % ALIGNMENT, 1)
                 own = dtypes.get(name, dtype)
                 index[name] = (list(weight.shape), file.tell(), str(own).removeprefix("torch."))
                 if weight.numel():
                     file.write(memoryview(weight.to(own).contiguous().flatten().view(torch.uint8).numpy()))
-                if pending is not None:
-                    digests[own_name] = pending.result()
+                digests[own_name] = pending.result()
                 done += weight.numel()
                 step(min(1.0, done / total))
             hashes.append(combine(digests))
-    return hash_of_parts(hashes) if hashed else "", index
+    return hash_of_parts(hashes), index
 
 
 def _dtypes(network: NativeNetwork, dtype: torch.dtype, live: bool) -> dict[str, torch.dtype]:
-    """The dtype of each parameter; fp8 only for live weights, since weights in a file are cast once."""
+    """Return the dtype of each parameter. Only live weights are in fp8: weights in a file are cast once."""
     found = stored_dtypes(network.module, dtype)
     return found if live else {name: dtype if is_fp8(own) else own for name, own in found.items()}
 
 
 def write_structure(network: NativeNetwork, dtype: torch.dtype, live: bool = False) -> str:
-    """A network's module as its engine has it, as text for ``restore``: without weights and per-image passes.
+    """Return a network's module as text for ``restore``, as its engine has it: without weights and per-image passes.
 
-    Pickled, since only this process's own child ever reads it; it never lies on disk.
+    The text is a pickle: only this process's own child reads it, and it never lies on disk.
 
     Args:
         live: whether it is to be compiled for live weights, which may be in fp8 or quantised.
 
     Raises:
         BuildError: the module has parts that cannot be built again elsewhere.
-        Unavailable: it has parts of another node's now, for example since a prompt is sampling with them.
+        Unavailable: another node's parts are in the module, for example while a prompt samples with them.
     """
     network.unchanged_architecture()
     dtypes = _dtypes(network, dtype, live)
@@ -111,12 +106,12 @@ def write_structure(network: NativeNetwork, dtype: torch.dtype, live: bool = Fal
 
 
 def without_weights(structure: str) -> torch.nn.Module:
-    """The network from its structure, its parameters on the meta device."""
+    """Return the network from its structure, its parameters on the meta device."""
     return _Unpickler(io.BytesIO(base64.b64decode(structure))).load()
 
 
 def with_random_weights(structure: str, device: torch.device) -> torch.nn.Module:
-    """The network from its structure, with random weights on a device; see ``draw_weights``."""
+    """Return the network from its structure, with random weights on a device; see ``draw_weights``."""
     module = without_weights(structure)
     draw_weights(module, device)
     return module.to(device)
@@ -138,7 +133,7 @@ def draw_weights(module: torch.nn.Module, device: torch.device) -> None:
 
 
 def _drawn(leaf: str, like: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    """Random values for a parameter: weights by their number of inputs, scales of norms about one, biases small."""
+    """Draw values for a parameter: weights by their number of inputs, scales of norms near 1, biases small."""
     device, shape = generator.device, like.shape
     if not like.dtype.is_floating_point or like.ndim == 0:
         return torch.ones(shape, dtype=like.dtype, device=device)
@@ -151,7 +146,7 @@ def _drawn(leaf: str, like: torch.Tensor, generator: torch.Generator) -> torch.T
 
 
 def restore(structure: str, index: dict, path: Path) -> torch.nn.Module:
-    """The network from its structure and its weights' file, which it maps and does not copy."""
+    """Return the network from its structure and its weights' file, which it maps and does not copy."""
     module = without_weights(structure)
     data = torch.from_file(str(path), shared=False, size=path.stat().st_size, dtype=torch.uint8)
     weights = {}
@@ -201,7 +196,7 @@ def _pickled(module: torch.nn.Module) -> bytes:
 
 
 def _known_class(kind: type) -> type:
-    """The class that a copy of a layer has, which any process can import; see ``layer_classes``."""
+    """Return the class for a copy of a layer, which any process can import; see ``layer_classes``."""
     for base in layer_classes(kind):
         found = sys.modules.get(base.__module__)
         for part in base.__qualname__.split("."):

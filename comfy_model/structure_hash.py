@@ -1,9 +1,9 @@
-"""The layout of a network: all of it but its weights. Engines without weights of their own serve a layout.
+"""Structure hash: a hash of all of a network but its weights. Engines without weights of their own serve a structure.
 
 All values that a layer's constructor set count, because they may change its results: numbers, words, functions, plain
-objects and buffers. Attributes that ComfyUI adds to load a layer do not count, nor a load's dtype and device: the same
-file has the same layout however it was loaded. Engines for live weights take weights in their stored dtypes, so their
-layout also lists fp8 and quantised weights.
+objects and buffers. Attributes that ComfyUI adds to load a layer do not count, nor a load's dtype and device: a file
+has one structure however it was loaded. Engines for live weights take weights in their stored dtypes, so their
+structure also lists fp8 and quantised weights.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from ..engine_library.manifest import LAYOUT_PREFIX
 from .attention import preference_class
 from .changed_layers import MACHINERY, answers_about, left_by_forward, methods
 from .comfyui_shims import is_of_loading
-from .stored_weights import kept_dtypes
+from .weight_formats import kept_dtypes
 
 _OF_A_LOAD = ("dtype", "device", "weight_function", "bias_function", "scale_weight", "scale_input")
-"""Attributes that tell how a layer was loaded; fp8 layers have scales of nothing."""
+"""Attributes that loading sets on a layer; fp8 layers have scales without an effect."""
 
 _OPERATIONS, _ATTENTION = "comfy.ops", "comfy.ldm.modules.attention"
-"""Modules of layer classes and functions of which the user's flags and GPU choose one."""
+"""Modules in which the user's flags and GPU choose a layer class or a function."""
 
 _ADDRESS = " at 0x"
 """Part of the default ``repr`` of objects."""
 
 _ELSEWHERE = "-"
-"""Text of a value that is written elsewhere, or belongs to no layout."""
+"""Text of a value that is written elsewhere, or belongs to no structure."""
 
 _EARLIER = {".token_layers.PlainNorm": ".rotary.PlainNorm"}
 """Places of our classes that have moved -> those that stored keys name."""
@@ -57,7 +57,7 @@ def structure_hash(module: torch.nn.Module, live: bool = False) -> str:
 
 
 def structure_lines(module: torch.nn.Module) -> tuple[str, ...]:
-    """The names, shapes and settings of a network, or of one of its layers, in words."""
+    """Return the names, shapes and settings of a network, or of one of its layers, in words."""
     return tuple(_lines(module, _Visited()))
 
 
@@ -92,7 +92,7 @@ def _settings(attributes: Mapping[str, object], skipped: Iterable[str], visited:
 
 
 def _text(value: object, visited: _Visited) -> str:
-    """A setting in words that are the same in each process, or ``_ELSEWHERE``."""
+    """Return a setting in words that are the same in each process, or ``_ELSEWHERE``."""
     if value is None or isinstance(value, bool | int | float | complex | str | bytes):
         return repr(value)
     if isinstance(value, torch.dtype | torch.device | torch.nn.Parameter) or any(value is x for x in visited.within):
@@ -113,7 +113,7 @@ def _text(value: object, visited: _Visited) -> str:
 
 
 def _text_of_several(value: object, visited: _Visited) -> str:
-    """An object with parts, in words."""
+    """Return an object with parts, in words."""
     if isinstance(value, torch.nn.Module):
         return _ELSEWHERE if value in visited.modules else "; ".join(_lines(value, visited))
     if isinstance(value, Enum):
@@ -140,7 +140,7 @@ def _text_of_several(value: object, visited: _Visited) -> str:
 
 
 def _function(function: types.FunctionType, visited: _Visited) -> str:
-    """A function with its defaults and closure; a lambda also with the names and constants in its code."""
+    """Return a function in words, with defaults and closure; for a lambda also names and constants of its code."""
     code, cells = function.__code__, function.__closure__ or ()
     inside = [_text(cell.cell_contents, visited) for cell in cells]
     if function.__name__ == "<lambda>":
@@ -149,7 +149,7 @@ def _function(function: types.FunctionType, visited: _Visited) -> str:
 
 
 def _values(tensor: torch.Tensor) -> str:
-    """A buffer, or another tensor that is no weight: a graph has its values in it."""
+    """Return the shape and the hash of a buffer, or of another tensor whose values a graph contains."""
     if tensor.is_meta:
         return str(tuple(tensor.shape))
     data = tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
@@ -157,7 +157,7 @@ def _values(tensor: torch.Tensor) -> str:
 
 
 def _kind(kind: type) -> str:
-    """The class of a layer; those that cast their weights in one way or another stand for the plain layer."""
+    """Return the name of a layer's class; classes that cast their weights have the name of the plain layer."""
     return kind.__name__ if hasattr(kind, "comfy_cast_weights") else _place(kind)
 
 

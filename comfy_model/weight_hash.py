@@ -1,9 +1,6 @@
-"""Weights of a loaded model as the sampler would use them, their hash, and the edits that other nodes make to them.
+"""The hash of a loaded model's weights, and the edits that other nodes make to them.
 
-Weights are read through ComfyUI's own patcher. So a LoRA applied before the engine node is part of them, and neither
-the place nor the dtype in which ComfyUI happens to hold them matters.
-
-Other nodes may write to weights or replace them. No patch tells of that, and torch counts no versions of tensors that
+Other nodes may write to weights or replace them. No patch shows that, and torch counts no versions of tensors that
 nodes make. So some values of every weight are compared once per run, which takes a millisecond or two.
 """
 
@@ -13,7 +10,7 @@ import hashlib
 import os
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -21,9 +18,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from . import hash_cache
-from .stored_weights import is_fp8, is_quantised, quantised_again, weights_with_patches
-from .weight_formats import cast_when_called
-from .weight_patches import acting, version_of
+from .weight_formats import PLAIN
+from .weight_patches import version_of
+from .weight_values import current_weights, patched_weights
 
 if TYPE_CHECKING:
     from comfy.model_patcher import ModelPatcher
@@ -36,93 +33,24 @@ SMALL = 2048
 PLACES, VALUES = 4, 64
 """Number of runs, and of values in each, that make the sample of a weight."""
 
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
-
 AHEAD = 16
-"""Weights that wait to be hashed: patched and dequantised ones are copies, which must not pile up."""
+"""Most weights that wait to be hashed: patched and dequantised weights are copies, which must not pile up."""
 
 _hashes: weakref.WeakKeyDictionary[torch.nn.Module, dict[object, str]] = weakref.WeakKeyDictionary()
 _taken: weakref.WeakKeyDictionary[torch.nn.Module, dict[object, str]] = weakref.WeakKeyDictionary()
-"""The hashes that were taken from disk, with the keys that they were found under, until they are used again."""
-
-
-def current_weights(
-    patcher: ModelPatcher, prefix: str = "", wanted: Callable[[torch.Tensor], bool] | None = None
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """Each (name without prefix, tensor on the CPU) of the model's state, with the patcher's weight patches applied.
-
-    Tensors keep the model's dtype, except quantised ones, which come dequantised. The model is left as it is: patched
-    weights that ComfyUI currently has in place are read from its backup.
-
-    Args:
-        wanted: which weights; all by default.
-    """
-    cast = cast_when_called(patcher)
-    for key, (original, *patches) in weights_with_patches(patcher, prefix).items():
-        if wanted is not None and not wanted(original[0]):
-            continue
-        rounds = is_fp8(cast.get(key, original[0].dtype))
-        device = patcher.load_device if rounds else "cpu"  # each device draws other numbers to round with
-        if is_quantised(original[0]) and (acts := acting(patches)):
-            device, dtype = torch.device(patcher.load_device), original[0].dtype
-            yield key[len(prefix) :], plain(quantised_again(patcher, key, original, acts, device, dtype)).cpu()
-            continue
-        yield key[len(prefix) :], value_of(key, original, acting(patches), torch.device(device), cast.get(key)).cpu()
-
-
-def plain(weight: torch.Tensor) -> torch.Tensor:
-    """A weight as ComfyUI keeps it, dequantised."""
-    if hasattr(weight, "dequantize") and type(weight) not in _PLAIN:
-        weight = weight.dequantize()
-    return weight.detach()
-
-
-def value_of(
-    key: str,
-    original: tuple,
-    patches: list[tuple],
-    device: torch.device,
-    cast: torch.dtype | None = None,
-    called: bool = False,
-) -> torch.Tensor:
-    """A weight as the sampler would use it: computed on a device where it is patched, else as it lies there.
-
-    A patched weight is rounded to the dtype that ComfyUI keeps it in, as where a model is loaded whole. fp8 is computed
-    as in ComfyUI, on the same device: a wider dtype or another device's random numbers round otherwise.
-
-    Args:
-        original: the weight and how to convert it, as ``get_key_patches`` gives them.
-        patches: the acting patches, see ``acting``.
-        cast: the dtype that ComfyUI casts it to before it computes, see ``weight_formats.cast_when_called``.
-        called: whether dynamic VRAM always rounds it, see ``stored_weights.rounded_when_called``.
-    """
-    weight, convert = original
-    weight = plain(weight)
-    if cast is not None:
-        weight = weight.to(cast)
-    if not patches:
-        return weight
-    from comfy import model_management, utils
-    from comfy.float import stochastic_rounding
-    from comfy.lora import calculate_weight
-
-    dtype = model_management.lora_compute_dtype(device) if is_fp8(weight.dtype) else torch.float32
-    seed, more = (key.rpartition(".")[0], {"intermediate_dtype": dtype}) if called else (key, {})
-    value = convert(model_management.cast_to_device(weight, device, dtype, copy=True), inplace=True)
-    value = calculate_weight(patches, value, key, **more)
-    return stochastic_rounding(value, weight.dtype, seed=utils.string_to_seed(seed))
+"""State of a model -> key of its hash on disk, from the first use of that hash until the second."""
 
 
 def weights_hash(patcher: ModelPatcher, prefix: str = "", check: Check | None = None) -> str:
-    """sha256 over names, shapes and values of the weights.
+    """Return the sha256 over names, shapes and values of the weights.
 
-    Values are hashed as float32, so a file that ComfyUI loads as float16 on a GPU and as float32 on a CPU has one hash.
+    Values are hashed as float32: a file has the same hash as float16 on a GPU and as float32 on a CPU.
     Computed once per loaded model and set of weight patches, and once ever for a file whose loader is known.
     """
     known = _hashes.setdefault(patcher.model, {})
     state = _state(patcher, prefix)
     taken = _taken.setdefault(patcher.model, {})
-    if state in taken and not hash_cache.still_holds(taken.pop(state)):  # asked at its second use, by when it is read
+    if state in taken and not hash_cache.still_holds(taken.pop(state)):  # at the second use the file has been read
         del known[state]
     if state not in known:
         source = _kept_under(patcher, prefix)
@@ -137,33 +65,33 @@ def weights_hash(patcher: ModelPatcher, prefix: str = "", check: Check | None = 
 
 
 def own_hash(patcher: ModelPatcher, prefix: str = "") -> str:
-    """The hash of the model's own weights, without the patcher's patches."""
+    """Return the hash of the model's own weights, without the patcher's patches."""
     bare = patcher.clone()
     bare.patches = {}
     return weights_hash(bare, prefix)
 
 
 def known_hash(patcher: ModelPatcher, prefix: str = "") -> str:
-    """The hash of the weights if it is known already, else ``""``."""
+    """Return the hash of the weights if it is known already, else ``""``."""
     return _hashes.get(patcher.model, {}).get(_state(patcher, prefix), "")
 
 
 def forget_hash(patcher: ModelPatcher) -> None:
-    """Forget a model's hashes, because they turned out to be wrong."""
+    """Drop a model's hashes, because they turned out to be wrong."""
     _hashes.pop(patcher.model, None)
     for prefix in ("", "diffusion_model."):
         hash_cache.forget(_kept_under(patcher, prefix))
 
 
 def _kept_under(patcher: ModelPatcher, prefix: str) -> str | None:
-    """The key of a model's hash on disk; None where its weights differ from its file's."""
+    """Return the key of a model's hash on disk; None where its weights differ from its file's."""
     if edition_of(patcher):
         return None
     return hash_cache.key_of(patcher, prefix, lambda: _sample(patcher, prefix))
 
 
 def fingerprint(patcher: ModelPatcher, prefix: str = "") -> str:
-    """Hash of the small weights alone, in milliseconds: where it differs, the weights differ."""
+    """Return the hash of the small weights alone, in milliseconds: where it differs, the weights differ."""
     known = _hashes.setdefault(patcher.model, {})
     state = ("fingerprint", *_state(patcher, prefix))
     if state not in known:
@@ -172,23 +100,23 @@ def fingerprint(patcher: ModelPatcher, prefix: str = "") -> str:
 
 
 def _sample(patcher: ModelPatcher, prefix: str) -> str:
-    """Hash of a few values from every weight as it was loaded, in milliseconds.
+    """Return the hash of a few values from every weight as it was loaded, in milliseconds.
 
     Training, merging and LoRAs change nearly all values of a weight, but often leave biases and norms alone.
     """
-    h, cast = hashlib.sha256(), cast_when_called(patcher)
-    for key, ((weight, _), *_) in weights_with_patches(patcher, prefix).items():
-        flat = getattr(weight, "_qdata", weight).detach().flatten()
+    h = hashlib.sha256()
+    for weight in patched_weights(patcher, prefix):
+        flat = getattr(weight.stored, "_qdata", weight.stored).detach().flatten()
         step = max(1, flat.numel() // PLACES)
         parts = [flat[i : i + VALUES] for i in range(0, flat.numel(), step)][: PLACES + 1]
         values = torch.cat(parts).to("cpu").to(torch.float32) if parts else flat
-        h.update(f"{key} {tuple(weight.shape)} {cast.get(key, '')}".encode())
+        h.update(f"{weight.key} {tuple(weight.stored.shape)} {weight.cast or ''}".encode())
         h.update(values.numpy().tobytes())
     return h.hexdigest()[:16]
 
 
 def digest(name: str, tensor: torch.Tensor) -> bytes:
-    """sha256 of one weight."""
+    """Return the sha256 of a weight."""
     values = tensor.to(torch.float32).contiguous()
     h = hashlib.sha256(f"{name} {tuple(values.shape)} ".encode())
     h.update(memoryview(values.numpy()).cast("B") if values.numel() else b"")
@@ -196,7 +124,7 @@ def digest(name: str, tensor: torch.Tensor) -> bytes:
 
 
 def combine(digests: Mapping[str, bytes]) -> str:
-    """The hash of a model from the digests of its weights by name."""
+    """Return the hash of a model from the digests of its weights by name."""
     total = hashlib.sha256()
     for name in sorted(digests):
         total.update(digests[name])
@@ -204,14 +132,14 @@ def combine(digests: Mapping[str, bytes]) -> str:
 
 
 def hash_of_parts(hashes: Sequence[str]) -> str:
-    """The hash of a network from its parts' hashes; ``""`` where one of them is not known."""
+    """Return the hash of a network from its parts' hashes; ``""`` unless all are known."""
     if len(hashes) == 1 or not all(hashes):
         return hashes[0] if len(hashes) == 1 else ""
     return hashlib.sha256(" ".join(hashes).encode()).hexdigest()
 
 
 def hashing_pool() -> ThreadPoolExecutor:
-    """Threads to call ``digest`` in: hashing releases the GIL."""
+    """Return threads to call ``digest`` in: hashing releases the GIL."""
     return ThreadPoolExecutor(min(8, os.cpu_count() or 1))
 
 
@@ -244,7 +172,7 @@ def _state(patcher: ModelPatcher, prefix: str) -> tuple:
 
 
 COMPARED = 4
-"""Values compared of each weight, from rows at equal distances: each may be a page of a file that is not in memory."""
+"""Values compared of each weight. They are few: each may be in a page of a file that is not in memory."""
 
 @dataclass
 class _Noted:
@@ -252,7 +180,7 @@ class _Noted:
 
     Attributes:
         places: each weight's name, with the dict of the layer that holds it and its name there.
-        edition: number of edits that were found before.
+        edition: number of edits found so far.
     """
 
     places: list[tuple[str, dict, str]]
@@ -264,13 +192,13 @@ _noted: weakref.WeakKeyDictionary[torch.nn.Module, _Noted] = weakref.WeakKeyDict
 
 
 def edition_of(patcher: ModelPatcher) -> int:
-    """The edition that ``look_for_edits`` found last. Cheap."""
+    """Return the edition that ``look_for_edits`` found last. Cheap."""
     known = _noted.get(patcher.model)
     return 0 if known is None else known.edition
 
 
 def look_for_edits(patcher: ModelPatcher) -> int:
-    """The edition of a model's own weights, without patches: a new number after each edit."""
+    """Return the edition of a model's own weights, without patches: a new number after each edit."""
     known = _noted.get(patcher.model)
     if known is None:
         places = [(f"{path}.{leaf}" if path else leaf, layer._parameters, leaf)
@@ -282,7 +210,7 @@ def look_for_edits(patcher: ModelPatcher) -> int:
 
 
 def forget_places(patcher: ModelPatcher) -> None:
-    """Note a model's weights anew, as edited: some of its layers were replaced."""
+    """Note a model's weights anew and count an edit, because some of its layers were replaced."""
     before = edition_of(patcher)
     _noted.pop(patcher.model, None)
     look_for_edits(patcher)
@@ -290,7 +218,7 @@ def forget_places(patcher: ModelPatcher) -> None:
 
 
 def _values_of(patcher: ModelPatcher, places: list[tuple[str, dict, str]]) -> bytes:
-    """Some values of every weight, in the order of the names; of patched weights from ComfyUI's backup."""
+    """Return some values of every weight; of patched weights from ComfyUI's backup."""
     parts: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
     aside, by_hooks = getattr(patcher, "backup", {}), getattr(patcher, "hook_backup", {})
     with torch.inference_mode():
@@ -300,16 +228,16 @@ def _values_of(patcher: ModelPatcher, places: list[tuple[str, dict, str]]) -> by
                 weight = aside[name].weight
             if name in by_hooks:
                 weight = by_hooks[name][0]
-            if type(weight) not in _PLAIN:
+            if type(weight) not in PLAIN:
                 weight = getattr(weight, "_qdata", weight)
-            if type(weight) in _PLAIN and not weight.is_meta and weight.numel():
+            if type(weight) in PLAIN and not weight.is_meta and weight.numel():
                 parts.setdefault((weight.device, weight.dtype), []).append(_some(weight))
         joined = [torch.cat(found).cpu().view(torch.uint8).numpy().tobytes() for found in parts.values()]
     return b"".join(sorted(joined))
 
 
 def _some(weight: torch.Tensor) -> torch.Tensor:
-    """Values from the middle column of rows at equal distances, wherever and in whatever order they lie in memory."""
+    """Return values from the middle column of rows at equal distances, for any strides of the weight."""
     shape, strides = weight.shape, weight.stride()
     if not shape:
         return weight.reshape(1)

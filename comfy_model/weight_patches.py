@@ -1,4 +1,4 @@
-"""Weight patches of a patcher, remembered to be compared with other patchers, or with its own later state."""
+"""Weight patches of a patcher, kept to be compared with other patchers, or with its own later state."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ class WeightPatches:
         self._patches = _patches_of(patcher)
 
     def same_on(self, patcher: ModelPatcher) -> bool:
-        """Tell whether weights of that patcher are patched like these, hooks aside."""
+        """Tell whether a patcher has the same patches, hooks aside."""
         return self.difference_on(patcher) is None
 
     def difference_on(self, patcher: ModelPatcher) -> Fallback | None:
-        """Return why weights of that patcher are not patched like these, hooks aside. Cheap unless its uuid is new."""
+        """Return why a patcher has other patches, hooks aside, or None. Cheap unless its uuid is new."""
         uuid = patcher.patches_uuid
         if uuid != self._judged[0]:
             self._judged = (uuid, _difference(self._patches, _patches_of(patcher)))
@@ -40,7 +40,7 @@ class WeightPatches:
 _acts: dict[tuple[object, int], bool] = {}
 """By uuid and number of patched weights: True where patches act."""
 _reshaped: dict[tuple[object, int], str] = {}
-"""The weight that patches give another shape, or nothing; by the same keys."""
+"""By the same keys: the name of a weight that patches give another shape, or ``""``."""
 
 
 def version_of(patcher: ModelPatcher) -> object | None:
@@ -52,7 +52,7 @@ def version_of(patcher: ModelPatcher) -> object | None:
 
 
 def _remembered(answers: dict[tuple[object, int], Answer], patcher: ModelPatcher, ask: Callable[[], Answer]) -> Answer:
-    """Return an answer about a patcher's patches, asked for once."""
+    """Return a cached answer about a patcher's patches."""
     key = (patcher.patches_uuid, len(patcher.patches))
     if key not in answers:
         if len(answers) >= 1024:
@@ -62,13 +62,8 @@ def _remembered(answers: dict[tuple[object, int], Answer], patcher: ModelPatcher
 
 
 def acting(patches: Iterable[tuple]) -> list[tuple]:
-    """The patches that change a weight. A LoRA for CLIP alone leaves patches of strength 0 on the model."""
-    return [patch for patch in patches if not _is_idle(patch)]
-
-
-def _is_idle(patch: tuple) -> bool:
-    strength, value, strength_model = patch[:3]
-    return strength == 0 and strength_model == 1 and not _acts_at_any_strength(value)
+    """Return the patches that change a weight. A LoRA for CLIP alone leaves patches of strength 0 on the model."""
+    return [patch for patch in patches if patch[0] != 0 or patch[2] != 1 or _acts_at_any_strength(patch[1])]
 
 
 def _acts_at_any_strength(value: object) -> bool:
@@ -105,7 +100,7 @@ def _gets_another_shape(patcher: ModelPatcher, name: str) -> bool:
 
 
 def _shape_given_by(value: object) -> tuple[int, ...] | None:
-    """Return the shape that a patch orders: some LoRAs do, and differences that are to be padded."""
+    """Return the shape that a patch gives its weight, or None: some LoRAs do, and differences with padding."""
     if isinstance(value, tuple) and len(value) == 2 and value[0] == "diff":
         padded = len(value[1]) > 1 and value[1][1].get("pad_weight")
         return tuple(value[1][0].shape) if padded else None
@@ -115,7 +110,7 @@ def _shape_given_by(value: object) -> tuple[int, ...] | None:
 
 
 def _patches_of(patcher: ModelPatcher) -> dict[str, list]:
-    """Name -> patches: all changes that give a patcher a new uuid, except hooks."""
+    """Return name -> patches: all changes that give a patcher a new uuid, except hooks."""
     every = {f"weight {key}": found for key, patches in patcher.patches.items() if (found := acting(patches))}
     every |= {f"wrapper {key}": list(functions) for key, functions in patcher.weight_wrapper_patches.items()}
     every["compute dtype"] = [patcher.object_patches.get("manual_cast_dtype")]
@@ -123,9 +118,9 @@ def _patches_of(patcher: ModelPatcher) -> dict[str, list]:
 
 
 def _difference(engines: dict[str, list], models: dict[str, list]) -> Fallback | None:
-    """Return why an engine with these patches built in is not the sampled model's, or None.
+    """Return why an engine with patches built in does not serve a model with other patches, or None.
 
-    The very same objects are compared: clones of a patcher share them. Comparing tensors is slow.
+    Objects are compared by identity: clones of a patcher share them. Comparing tensors is slow.
     """
     if engines.keys() == models.keys() and all(all_same(patches, models[key]) for key, patches in engines.items()):
         return None
@@ -138,7 +133,7 @@ def _difference(engines: dict[str, list], models: dict[str, list]) -> Fallback |
 
 
 def all_same(one: list, other: list) -> bool:
-    """Tell whether two weights have the very same patches."""
+    """Tell whether two lists hold the very same patches."""
     return len(one) == len(other) and all(mine is theirs for mine, theirs in zip(one, other, strict=True))
 
 
@@ -150,7 +145,7 @@ def last_loaded(model: torch.nn.Module) -> ModelPatcher | None:
 
 
 def lies_on_its_model(patcher: ModelPatcher) -> bool:
-    """Tell whether a model is as a patcher loads it: its weight patches and parts, and nobody else's. Cheap."""
+    """Tell whether a model has exactly the weight patches and parts of a patcher. Cheap."""
     same = patcher.model.current_weight_patches_uuid == patcher.patches_uuid
     same = same and patcher.object_patches.keys() == patcher.object_patches_backup.keys()
     return same and patcher.is_injected == bool(patcher.injections)

@@ -33,9 +33,9 @@ from ..engine_library import (
     Reason,
     Unavailable,
     ValidationFailed,
+    measurements,
     schema,
     trust,
-    yardstick,
 )
 from ..engine_library.disk import check_room, read_settings, readable
 from ..engine_library.engine import GRAPH_NAME, LIMITS, PARAMETERS_NAME, describe_files
@@ -210,18 +210,15 @@ class _Build:
             self.library.check_limit(size, f"The engine of {network.label}", replaced=target)
         elsewhere = live and (self.order.target_device.type != "cpu" or in_blocks(self.order))
         check_memory(self.order.backend, 0 if elsewhere else size, network.label)
-        folder = self.library.building_folder()
-        try:
+        with self.library.building_folder() as folder:
             manifest, record = self._make(folder)
             engine = self.library.publish(folder, manifest, lambda: self.progress("saving", 0.99), record)
-        finally:
-            self.library.discard(folder)
         log.info(
             "Hybrid TRT: built %s for %s in %.1f s, %s",
             engine.folder.name,
             network.label,
             sum(manifest.seconds.values()),
-            yardstick.words(record.parity or manifest.parity),
+            measurements.error_words(record.parity or manifest.parity),
         )
         return engine
 

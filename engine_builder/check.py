@@ -18,8 +18,8 @@ from ..engine_library import (
     Reason,
     Unavailable,
     ValidationFailed,
+    measurements,
     trust,
-    yardstick,
 )
 from ..engine_library.disk import check_room
 from ..engine_library.engine import LIMITS
@@ -76,7 +76,7 @@ def check_engine(
             _refuse(engine, failure.fallback.detail)
         raise
     trust.keep(engine.folder, engine.manifest, record)
-    log.info("Hybrid TRT: checked %s, %s", engine.folder.name, yardstick.words(record.parity))
+    log.info("Hybrid TRT: checked %s, %s", engine.folder.name, measurements.error_words(record.parity))
     return engine
 
 
@@ -92,8 +92,7 @@ def _compared(
     size = sum(p.numel() for p in network.module.parameters()) * getattr(torch, identity.precision).itemsize
     check_room(library.roots[0], int(size * 1.1), f"Checking the engine of {network.label}")
     check_memory(order.backend, size, network.label, checks=True)
-    folder = library.building_folder()
-    try:
+    with library.building_folder() as folder:
         native |= weights_task(network, identity, folder, lambda f: progress("reading weights", 0.2 * f))[0]
         words = {
             "origin": f"{engine.folder.name}, which was built without this GPU,",
@@ -101,8 +100,6 @@ def _compared(
         }
         task = check_task(order, engine.manifest, engine.folder, {"folder": str(folder), **native, **words})
         done = run(task, lambda phase, fraction: progress(phase, 0.2 + 0.8 * fraction), log_line, only_gpu(device))
-    finally:
-        library.discard(folder)
     return trust.Record(trust.BUILT, parity=done["parity"], gpu=gpu_of(device))
 
 

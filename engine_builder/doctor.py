@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..architectures import profile_words
 from ..comfy_model.hash_cache import source_changed
-from ..engine_library import Fallback, Library, Reason, fleet_key, inventory, trust, yardstick
+from ..engine_library import Fallback, Library, Reason, fleet_key, inventory, measurements, trust
 from ..engine_library.disk import free_bytes, gigabytes, read_settings
 from ..engine_library.gpu import driver_version, gpu_of
 from ..engine_library.manifest import PACK_VERSION
@@ -240,7 +240,7 @@ def _engine(entry: inventory.Entry) -> dict[str, Any]:
         "trusted": trust.built_here(engine),
         "of": f"{manifest.label}, {identity.architecture}, {identity.precision}, {identity.backend} "
         f"{identity.backend_version}, {profile_words(identity.architecture, identity.profile)}",
-        "quality": yardstick.words(trust.figures(engine)),
+        "quality": measurements.error_words(measurements.figures(engine)),
         "built": manifest.created[:10],
         "last used": entry.last_used[:10] if entry.last_used else "never",
     }

@@ -15,10 +15,10 @@ import torch
 from ..architectures import Architecture
 from ..architectures.calls import Call, serves_every_size
 from ..backends import Backend, Progress, backends
-from ..engine_library import BuildError, Reason, Unavailable, life_signs
-from ..engine_library.atomic_files import FileLock
+from ..engine_library import BuildError, Reason, Unavailable
 from ..engine_library.disk import gigabytes
-from ..sessions.memory_words import says_out_of_memory
+from ..engine_library.locks import FileLock
+from ..sessions.session import says_out_of_memory
 from .order import BuildOrder
 from .worker.task import Task
 from .worker_process import Log
@@ -104,7 +104,7 @@ def _ours(lock: FileLock, progress: Progress) -> Iterator[Progress]:
 def _wait(lock: FileLock, words: str, progress: Progress, patient: bool = True) -> None:
     lock.path.parent.mkdir(parents=True, exist_ok=True)
     while not lock.acquire():
-        if not patient and life_signs.elsewhere(lock.path):
+        if not patient and lock.is_elsewhere():
             raise Unavailable(Reason.BUILT_ELSEWHERE, lock.holder())
         progress(words.format(lock.holder()), 0.0)
         time.sleep(POLL)

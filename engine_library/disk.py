@@ -12,9 +12,8 @@ import shutil
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from . import atomic_files
-from .atomic_files import write_file
-from .safe_files import read_json
+from . import safe_files
+from .safe_files import read_json, write_file
 
 log = logging.getLogger(__name__)
 
@@ -59,7 +58,7 @@ def readable(error: OSError, folder: Path) -> LibraryError:
             f"the disk of {folder} is full. Nothing was changed in the library and the normal model keeps running; "
             f"delete engines that you no longer use, or {_MOVE}"
         )
-    if error.errno == errno.EACCES and atomic_files.WINDOWS:
+    if error.errno == errno.EACCES and safe_files.WINDOWS:
         return LibraryError(
             f"{folder} could not be changed ({error.strerror}): one of its files is in use, or ComfyUI may not write "
             "there. Nothing was changed in the library and the normal model keeps running; press 'Free model and "

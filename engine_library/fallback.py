@@ -10,66 +10,9 @@ from typing import Any
 from ..architectures.calls import UncoveredCall
 
 
-class Reason(str, Enum):
-    """Closed list of fallback reasons; users read the value, and what they can do in ``advice``."""
-
-    NO_ENGINE = "no engine"
-    NOT_WIRED = "no engine wired in"
-    BUILD_FAILED = "build failed"
-    BUILT_ELSEWHERE = "another machine builds it"
-    STALE_ENGINE = "stale engine"
-    BROKEN_ENGINE = "broken engine"
-    UNCHECKED = "not checked here"
-    BACKEND_MISSING = "backend missing"
-    WRONG_GPU = "wrong GPU"
-    OTHER_MODEL = "engine of another model"
-    UNSUPPORTED_MODEL = "unsupported model"
-    SHAPE_OUTSIDE_PROFILE = "size the engine was not built for"
-    WEIGHTS_PATCHED = "weights patched"
-    MODEL_PATCHED = "model patched"
-    HOOKS = "hooks"
-    NOT_REACHED = "not called through TRT Sampler Patch"
-    OTHER_KIND = "made for another kind of model"
-    UNSUPPORTED_INPUT = "unsupported input"
-    ENGINE_FAILED = "engine failed"
-
-    @property
-    def advice(self) -> str:
-        return _FACTS[self].advice
-
-    @property
-    def meaning(self) -> str:
-        """The effect on the image, in words."""
-        return _FACTS[self].meaning
-
-    @property
-    def state(self) -> str:
-        """The state of a node whose engine does not serve for this reason."""
-        return _FACTS[self].state
-
-    @property
-    def a_build_ends_it(self) -> bool:
-        return _FACTS[self].a_build_ends_it
-
-    @property
-    def lacks_engine(self) -> bool:
-        """Tell whether no engine could serve: the report counts it as missing."""
-        return _FACTS[self].lacks_engine
-
-    @property
-    def breaks_engine(self) -> bool:
-        """Tell whether the engine is left alone until it is built again. One that failed may have lacked memory."""
-        return _FACTS[self].breaks_engine
-
-    @property
-    def ends_run(self) -> bool:
-        """Tell whether one call leaves the rest of the run to native."""
-        return _FACTS[self].ends_run
-
-
 @dataclass(frozen=True)
 class _Facts:
-    """Facts about a reason, see the properties of ``Reason``."""
+    """Facts about a reason, see the attributes of ``Reason``."""
 
     advice: str
     meaning: str = "Same picture, normal speed"
@@ -80,55 +23,87 @@ class _Facts:
     ends_run: bool = False
 
 
-_FACTS = {
-    Reason.NO_ENGINE: _Facts(
+class Reason(str, Enum):
+    """Closed list of fallback reasons; users read the value.
+
+    Attributes:
+        advice: what users can do.
+        meaning: the effect on the image, in words.
+        state: the state of a node whose engine does not serve for this reason.
+        lacks_engine: no engine could serve: the report counts it as missing.
+        breaks_engine: the engine is left alone until it is built again. One that failed may have lacked memory.
+        ends_run: one call leaves the rest of the run to native.
+    """
+
+    advice: str
+    meaning: str
+    state: str
+    a_build_ends_it: bool
+    lacks_engine: bool
+    breaks_engine: bool
+    ends_run: bool
+
+    def __new__(cls, value: str, facts: _Facts) -> Reason:
+        reason = str.__new__(cls, value)
+        reason._value_ = value
+        reason.__dict__.update(vars(facts))
+        return reason
+
+    NO_ENGINE = "no engine", _Facts(
         "press Build engine, or choose 'build first' or 'build meanwhile' on its node, and run",
         state="none", a_build_ends_it=True, lacks_engine=True,
-    ),
-    Reason.NOT_WIRED: _Facts("switch TRT UNet Engine on again, or wire its engine into TRT Sampler Patch"),
-    Reason.BUILD_FAILED: _Facts("fix what the message names and run again"),
-    Reason.BUILT_ELSEWHERE: _Facts("nothing to do: it is used as soon as it is in the library", a_build_ends_it=True),
-    Reason.STALE_ENGINE: _Facts(
+    )
+    NOT_WIRED = "no engine wired in", _Facts(
+        "switch TRT UNet Engine on again, or wire its engine into TRT Sampler Patch",
+    )
+    BUILD_FAILED = "build failed", _Facts("fix what the message names and run again")
+    BUILT_ELSEWHERE = "another machine builds it", _Facts(
+        "nothing to do: it is used as soon as it is in the library", a_build_ends_it=True,
+    )
+    STALE_ENGINE = "stale engine", _Facts(
         "build it again: it was made by another version, on another machine or for another GPU",
         state="stale", a_build_ends_it=True, lacks_engine=True,
-    ),
-    Reason.BROKEN_ENGINE: _Facts(
+    )
+    BROKEN_ENGINE = "broken engine", _Facts(
         "build it again: its files are missing or damaged",
         state="broken", a_build_ends_it=True, lacks_engine=True, breaks_engine=True, ends_run=True,
-    ),
-    Reason.UNCHECKED: _Facts(
+    )
+    UNCHECKED = "not checked here", _Facts(
         "press Check engine, or choose 'build first' on the engine node, to have it compared with the normal model",
         state="unchecked", a_build_ends_it=True,
-    ),
-    Reason.BACKEND_MISSING: _Facts("install the backend that the message names, or choose another on the engine node"),
-    Reason.WRONG_GPU: _Facts(
+    )
+    BACKEND_MISSING = "backend missing", _Facts(
+        "install the backend that the message names, or choose another on the engine node",
+    )
+    WRONG_GPU = "wrong GPU", _Facts(
         "build an engine for this GPU, or choose a backend that supports it",
         a_build_ends_it=True, lacks_engine=True, breaks_engine=True, ends_run=True,
-    ),
-    Reason.OTHER_MODEL: _Facts("wire the same model into the engine node and the sampler patch"),
-    Reason.UNSUPPORTED_MODEL: _Facts(
+    )
+    OTHER_MODEL = "engine of another model", _Facts("wire the same model into the engine node and the sampler patch")
+    UNSUPPORTED_MODEL = "unsupported model", _Facts(
         "choose the backend that the message names; if it names none, there is nothing to do",
-    ),
-    Reason.SHAPE_OUTSIDE_PROFILE: _Facts("choose a wider Picture size on the engine node and build again"),
-    Reason.WEIGHTS_PATCHED: _Facts(
+    )
+    SHAPE_OUTSIDE_PROFILE = "size the engine was not built for", _Facts(
+        "choose a wider Picture size on the engine node and build again",
+    )
+    WEIGHTS_PATCHED = "weights patched", _Facts(
         "put the LoRA before the engine node and build again, or set 'Engine is for' to any checkpoint and "
         "LoRA, or leave it: the normal model applies it",
-    ),
-    Reason.MODEL_PATCHED: _Facts("remove the node that does so if you want the engine"),
-    Reason.HOOKS: _Facts("remove the hooks from the conditioning if you want the engine"),
-    Reason.NOT_REACHED: _Facts(
+    )
+    MODEL_PATCHED = "model patched", _Facts("remove the node that does so if you want the engine")
+    HOOKS = "hooks", _Facts("remove the hooks from the conditioning if you want the engine")
+    NOT_REACHED = "not called through TRT Sampler Patch", _Facts(
         "remove the node that computes the UNet by itself (DeepCache ...) if you want the engine",
         meaning="Same picture as that node makes without engines",
-    ),
-    Reason.OTHER_KIND: _Facts(
+    )
+    OTHER_KIND = "made for another kind of model", _Facts(
         "choose a ControlNet, or a prompt, for the kind of model that is sampled",
         meaning="The normal model runs: it leaves out what does not fit, or ends the prompt",
-    ),
-    Reason.UNSUPPORTED_INPUT: _Facts(
+    )
+    UNSUPPORTED_INPUT = "unsupported input", _Facts(
         "add the input that the message misses, or remove the one that it names, if you want the engine",
-    ),
-    Reason.ENGINE_FAILED: _Facts("see the log for the error; run again to retry the engine", ends_run=True),
-}
+    )
+    ENGINE_FAILED = "engine failed", _Facts("see the log for the error; run again to retry the engine", ends_run=True)
 
 
 @dataclass(frozen=True)

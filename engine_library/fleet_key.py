@@ -1,4 +1,4 @@
-"""The fleet key: a secret that all workers of a fleet mount. All accept what one built and checked.
+"""The fleet key: a secret that all workers of a fleet mount. Each accepts what another built and checked.
 
 It adds to each machine's own secret, see ``trust``. A holder of the key can run programs on every worker.
 """
@@ -27,15 +27,12 @@ _FEWEST_KINDS = 8
 def sign(text: str) -> str:
     """Return the signature of a text with the fleet key; ``""`` without one."""
     key = _key()
-    return "" if key is None else _digest(key, text)
+    return "" if key is None else digest(key, text)
 
 
 def is_signed(text: str, signature: object) -> bool:
     """Tell whether a worker with the same fleet key signed a text."""
-    key = _key()
-    return key is not None and isinstance(signature, str) and hmac.compare_digest(
-        signature.encode("utf-8", "replace"), _digest(key, text).encode()
-    )  # fmt: skip
+    return matches(_key(), text, signature)
 
 
 def why_refused() -> str:
@@ -93,14 +90,22 @@ def _read(path: Path) -> tuple[bytes | None, str]:
         why = error.strerror if isinstance(error, OSError) else "no path"
         return None, f"the file that {VARIABLE} names cannot be read ({why})"
     if not private:
-        return None, f"the file that {VARIABLE} names may be read by others, or is another user's"
+        return None, f"the file that {VARIABLE} names may be read by other users, or is another user's"
     if not SHORTEST <= len(key) <= LONGEST or len(set(key)) < _FEWEST_KINDS:
         return None, f"the file that {VARIABLE} names is no key of {SHORTEST} to {LONGEST} random bytes"
     return key, ""
 
 
-def _digest(key: bytes, text: str) -> str:
+def digest(key: bytes, text: str) -> str:
+    """Return the signature of a text with any key."""
     return hmac.new(key, text.encode(), hashlib.sha256).hexdigest()
+
+
+def matches(key: bytes | None, text: str, signature: object) -> bool:
+    """Tell whether a signature of a text was made with a key; False without a key."""
+    return key is not None and isinstance(signature, str) and hmac.compare_digest(
+        signature.encode("utf-8", "replace"), digest(key, text).encode()
+    )  # fmt: skip
 
 
 @functools.cache

@@ -163,7 +163,7 @@ def mark_used(engines: Iterable[Engine]) -> None:
     now = time.monotonic()
     for engine in engines:
         path = engine.folder / USE_NAME
-        # one that was deleted and came back within that time has no record yet
+        # an engine that was deleted and came back within that time has no record yet
         if now - _marked.get(engine.folder, -MARK_EVERY) < MARK_EVERY and path.exists():
             continue
         _marked[engine.folder] = now

@@ -10,31 +10,26 @@ import functools
 import json
 import logging
 import os
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from ..architectures.shapes import Profile
-from . import trust
-from .atomic_files import (
-    FileLock,
-    move,
-    new_work_folder,
-    out_of_the_way,
-    remove_work_folder,
-    sweep,
-    sync,
-)
+from . import measurements, trust
 from .disk import LibraryError, gigabytes, read_settings, readable
 from .engine import Check, Engine
 from .fallback import Fallback, Reason, Unavailable
+from .locks import FileLock, out_of_the_way, sweep, work_folder
 from .manifest import EXPORT_FORMAT, LAYOUT_PREFIX, MANIFEST_NAME, EngineIdentity, Manifest, ManifestError
-from .safe_files import others_may_write
+from .safe_files import move, other_users_may_write, sync
 
 log = logging.getLogger(__name__)
 
 Usable = Callable[[Manifest], Fallback | None]
 """Returns why an engine does not run here, by its backend; None means that it runs."""
+NOTHING_FOUND = Fallback(Reason.NO_ENGINE, "none for this model in the library")
+"""Reason for a model without an engine; the log and the panel list damaged engines."""
+
 
 @dataclass(frozen=True)
 class EngineQuery:
@@ -46,7 +41,7 @@ class EngineQuery:
         backends: names, the most wanted first.
         gpu: where it is to run; ``""`` is the CPU.
         fastest: whether to prefer the engine that was fastest on this GPU, of any backend; see
-            ``trust.relative_time``.
+            ``measurements.relative_time``.
         only_timed: backends whose engines count only if they were timed on this GPU.
         covers: tells whether an engine takes all calls of the profile; by default its own profile has to hold it.
         layout: the network's layout; ``""`` where it does not matter.
@@ -65,8 +60,10 @@ class EngineQuery:
 
 
 def manifests(root: Path) -> list[Path]:
-    """List the manifests of all engines in a folder of the library, served or not. Hidden folders, such as those of
-    builds, are no engines."""
+    """List the manifests of all engines in a folder of the library, served or not.
+
+    Hidden folders are no engines: builds, for example.
+    """
     return [path for path in sorted(root.glob(f"*/{MANIFEST_NAME}")) if not path.parent.name.startswith(".")]
 
 
@@ -78,7 +75,7 @@ class Library:
         self.roots = list({os.path.realpath(root): root for root in reversed(roots)}.values())[::-1]
         self._read: dict[Path, tuple[tuple[int, int], Engine | None]] = {}
         for root in self.roots:
-            warn_of_others(root)
+            warn_if_other_users_may_write(root)
 
     def engines(self) -> list[Engine]:
         """Return every engine with a readable manifest, in a stable order."""
@@ -95,84 +92,70 @@ class Library:
         self._read = seen
         return [engine for _, engine in seen.values() if engine is not None]
 
-    def find(self, wanted: EngineQuery, usable: Usable) -> Engine:
-        """The best engine for a model.
+    def find(self, wanted: EngineQuery, usable: Usable) -> list[Engine]:
+        """Return the engines that can serve a model, the best first.
 
         Engines whose profile holds the wanted one come first, then more wanted backends, then smaller profiles.
         A smaller profile than wanted still serves the calls that fit it. With ``fastest``, an engine's time on this
-        GPU counts more than its backend. Engines without times come later, and engines no faster than native last.
-
-        Args:
-            wanted: which network, weights, precision, profile and backends.
-            usable: returns why an engine does not run here, by its backend; None means that it runs.
+        GPU counts more than its backend, and engines without times come later.
 
         Raises:
-            Unavailable: no engine can be used; of several reasons it carries the one closest to success.
+            Unavailable: there is none; the error carries the reason that is closest to success.
         """
-        return self.find_all(wanted, usable)[0]
-
-    def find_all(self, wanted: EngineQuery, usable: Callable[[Manifest], Fallback | None]) -> list[Engine]:
-        """All engines that can serve a model, the best first, in the order of ``find``."""
         candidates, refusals = [], []
-        for engine in self.engines():
-            identity = engine.manifest.identity
-            if identity.architecture != wanted.architecture or not _fits(identity, wanted):
-                continue
-            if identity.precision != wanted.precision or identity.backend not in wanted.backends:
-                continue
-            relative_time = trust.relative_time(engine, wanted.gpu)
-            if relative_time is None and identity.backend in wanted.only_timed:
+        for engine in self._matching(wanted):
+            relative_time = measurements.relative_time(engine, wanted.gpu)
+            if relative_time is None and engine.manifest.identity.backend in wanted.only_timed:
                 continue
             if (refusal := self.why_unusable(engine, usable, wanted.gpu)) is not None:
-                refusals.append(Unavailable(refusal.reason, refusal.detail))
+                refusals.append(refusal)
                 continue
             rank = _rank(engine, wanted, relative_time if wanted.fastest else None)
             candidates.append((rank, len(candidates), engine))
-        if candidates:
-            return [engine for _, _, engine in sorted(candidates)]
-        if refusals:
-            raise next((r for r in refusals if r.fallback.reason is Reason.UNCHECKED), refusals[0])
-        raise self.nothing_found()
+        if not candidates:
+            unchecked = (refusal for refusal in refusals if refusal.reason is Reason.UNCHECKED)
+            raise Unavailable.of(next(unchecked, refusals[0] if refusals else NOTHING_FOUND))
+        return [engine for _, _, engine in sorted(candidates)]
 
     def unchecked(self, wanted: EngineQuery, usable: Usable) -> Engine | None:
         """Return the smallest engine that holds the wanted profile and needs only a check to serve."""
         found = []
+        for engine in self._matching(wanted):
+            fallback, profile = self.why_unusable(engine, usable, wanted.gpu), engine.manifest.identity.profile
+            if fallback is not None and fallback.reason is Reason.UNCHECKED and profile.contains(wanted.profile):
+                found.append(engine)
+        return min(found, key=lambda engine: engine.manifest.identity.profile.volume(), default=None)
+
+    def _matching(self, wanted: EngineQuery) -> Iterator[Engine]:
+        """Yield the engines of the wanted network, precision and backends, usable or not."""
         for engine in self.engines():
             identity = engine.manifest.identity
-            same = identity.architecture == wanted.architecture and _fits(identity, wanted)
-            if same and identity.precision == wanted.precision and identity.backend in wanted.backends:
-                fallback = self.why_unusable(engine, usable, wanted.gpu)
-                unchecked = fallback is not None and fallback.reason is Reason.UNCHECKED
-                if unchecked and identity.profile.contains(wanted.profile):
-                    found.append((identity.profile.volume(), len(found), engine))
-        return min(found)[2] if found else None
-
-    def nothing_found(self) -> Unavailable:
-        """Return the error for a model without an engine; the log and the panel list damaged engines."""
-        return Unavailable(Reason.NO_ENGINE, "none for this model in the library")
+            same = identity.architecture == wanted.architecture and identity.precision == wanted.precision
+            if same and identity.backend in wanted.backends and _fits(identity, wanted):
+                yield engine
 
     def may_have(
         self,
         architecture: str,
         fingerprint: Callable[[], str],
         backends: Collection[str] | None = None,
-        others: Collection[str] = (),
+        not_its: Collection[str] = (),
     ) -> bool:
         """Tell whether the library may have an engine for a model, without its weights hash; False is certain.
 
         Args:
             backends: names of the backends whose engines count; all by default.
-            others: hashes of weights that are not the model's.
+            not_its: hashes of weights that the model does not have.
         """
         manifests = [e.manifest for e in self.engines() if e.manifest.identity.architecture == architecture]
-        manifests = [m for m in manifests if m.identity.weights not in others]
+        manifests = [m for m in manifests if m.identity.weights not in not_its]
         known = {m.fingerprint for m in manifests if backends is None or m.identity.backend in backends}
         return bool(known) and ("" in known or fingerprint() in known)
 
     def timed_on(self, gpu: str, architecture: str) -> set[str]:
         """Return the backends with an engine of an architecture that this machine has timed on a GPU."""
         engines = [e for e in self.engines() if e.manifest.identity.architecture == architecture]
-        return {e.manifest.identity.backend for e in engines if trust.relative_time(e, gpu) is not None}
+        return {e.manifest.identity.backend for e in engines if measurements.relative_time(e, gpu) is not None}
 
     def check_limit(self, more: int, what: str, replaced: Path | None = None) -> None:
         """Raise LibraryError when ``more`` bytes of engines do not fit the limit.
@@ -226,21 +209,20 @@ class Library:
         for root in self.roots:
             sweep(root)
 
-    def building_folder(self) -> Path:
-        """Make an empty folder inside the library, invisible to ``engines`` until ``publish``.
+    @contextlib.contextmanager
+    def building_folder(self) -> Iterator[Path]:
+        """Yield an empty folder inside the library, invisible to ``engines`` until ``publish``; remove what is left.
 
         Raises:
             LibraryError: the library cannot be written.
         """
         self.sweep()
-        try:
-            return new_work_folder(self.roots[0])
-        except OSError as error:
-            raise readable(error, self.roots[0]) from error
-
-    def discard(self, building: Path) -> None:
-        """Remove a building folder."""
-        remove_work_folder(building)
+        with contextlib.ExitStack() as until_the_end:
+            try:
+                folder = until_the_end.enter_context(work_folder(self.roots[0]))
+            except OSError as error:
+                raise readable(error, self.roots[0]) from error
+            yield folder
 
     def lock(self, identity: EngineIdentity) -> FileLock:
         """Return the lock that a builder of this engine has to hold, whatever process it lives in."""
@@ -253,7 +235,7 @@ class Library:
         check: Check | None = None,
         record: trust.Record = trust.BUILT_HERE,
     ) -> Engine:
-        """Write the manifest into a building folder and make the engine appear, replacing one with the same key.
+        """Write the manifest into a building folder and make the engine appear; it replaces that with the same key.
 
         Args:
             record: this machine's record of the engine.
@@ -279,7 +261,6 @@ class Library:
         check()
         with out_of_the_way(target):
             move(building, target)
-        remove_work_folder(building)
         with contextlib.suppress(OSError):  # the engine is published: nothing may fail any more
             sync(target.parent)
         return Engine(target, manifest)
@@ -291,11 +272,8 @@ class Library:
         Raises:
             OSError: the folder is read-only, or (on Windows) one of its files is in use.
         """
-        trash = new_work_folder(folder.parent)
-        try:
+        with work_folder(folder.parent) as trash:
             move(folder, trash / folder.name)
-        finally:
-            remove_work_folder(trash)
 
 
 def _fits(identity: EngineIdentity, wanted: EngineQuery) -> bool:
@@ -309,17 +287,17 @@ def _fits(identity: EngineIdentity, wanted: EngineQuery) -> bool:
 def _rank(engine: Engine, wanted: EngineQuery, relative_time: float | None) -> tuple:
     """Return the sort key of an engine that serves a node, the best first; ``relative_time``: measured, or None."""
     identity = engine.manifest.identity
-    slow, profile = relative_time is not None and relative_time >= 1, identity.profile
+    profile = identity.profile
     # a UNet's has no sizes of hints
     covers = wanted.covers(engine) if wanted.covers else profile.contains(wanted.profile.only(profile.ranges))
     backend, weights = wanted.backends.index(identity.backend), wanted.weights.index(identity.weights)
-    return slow, not covers, relative_time is None, relative_time or 0.0, backend, weights, profile.volume()
+    return not covers, relative_time is None, relative_time or 0.0, backend, weights, profile.volume()
 
 
 @functools.cache
-def warn_of_others(root: Path) -> None:
+def warn_if_other_users_may_write(root: Path) -> None:
     """Say once that other users may write to a folder of the library."""
-    if others_may_write(root):
+    if other_users_may_write(root):
         log.warning(
             "Hybrid TRT: other users may write to the engine library in %s. What they put there never runs, but they "
             "could slip it into a build; take that right from them, or let 'trt_engines' in extra_model_paths.yaml "

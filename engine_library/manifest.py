@@ -111,9 +111,9 @@ class Manifest:
 
     Attributes:
         label: the model's name as the user knows it; not part of the identity.
-        files: file name -> size and hash. The first one is what the backend opens.
+        files: file name -> size and hash. The backend opens the first.
         parity: relative error, measured when it was built: ``rel_err``; in half precision it is that to float32, and
-            ``native_rel_err`` is native's own (see ``yardstick``).
+            ``native_rel_err`` is native's own (see ``measurements``).
         seconds: how long each part of the build took; together all of it.
         fingerprint: quick hash of a part of the weights, see ``weight_hash.fingerprint``; ``""`` when not known.
         source: the file that the weights came from (``path``, ``size``, ``mtime_ns``), where it is known; some engines

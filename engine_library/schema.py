@@ -45,7 +45,7 @@ def loads(text: bytes | str) -> Any:
 
 
 def loads_whole(text: bytes | str) -> Any:
-    """As ``loads``, for values that are written or sent back as text: lone surrogates are refused too.
+    """Return JSON as ``loads`` does, for text that is written or sent back: lone surrogates are refused too.
 
     Raises:
         MalformedInput: it is none.
@@ -59,10 +59,10 @@ def loads_whole(text: bytes | str) -> Any:
 
 
 def _check_depth(value: Any) -> None:
-    level = [value]
+    level = [value] if isinstance(value, dict | list) else []
     for _ in range(DEEPEST):
-        inside = (one.values() if isinstance(one, dict) else one for one in level if isinstance(one, dict | list))
-        level = [one for many in inside for one in many if isinstance(one, dict | list)]
+        inside = (item.values() if isinstance(item, dict) else item for item in level)
+        level = [item for items in inside for item in items if isinstance(item, dict | list)]
         if not level:
             return
     raise MalformedInput(f"it is nested more than {DEEPEST} levels deep")
@@ -138,7 +138,7 @@ def one_of(value: object, what: str, allowed: Collection[str]) -> str:
 
 
 def integer(value: object, what: str, least: int = 0, most: int = 1 << 53) -> int:
-    """A whole number in a range; by default one that JavaScript holds exactly."""
+    """A whole number in a range; by default JavaScript holds it exactly."""
     if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
         raise MalformedInput(f"{what} is {shown(value)}, which is no whole number from {least} to {most}")
     return value

@@ -9,22 +9,20 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import hmac
 import json
 import logging
 import os
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from . import fleet_key, schema
-from .atomic_files import claim, replace, temporary_beside, write_file
 from .fallback import Fallback, Reason
 from .gpu import driver_version
 from .manifest import RECORD_NAME, Manifest
-from .safe_files import is_private, open_regular, read_json
+from .safe_files import claim, is_private, open_regular, read_json, replace, temporary_beside, write_file
 
 if TYPE_CHECKING:
     from .engine import Engine
@@ -73,7 +71,7 @@ BUILT_HERE = Record(BUILT)
 
 _known: dict[str, tuple[tuple, Record | None]] = {}
 _unkept: dict[tuple[str, str], tuple[Record, tuple]] = {}
-"""Records whose signature could not be written, with stamps of the keys then: they count until one of these changes."""
+"""Records whose signature could not be written, with stamps of the keys then: they count until such a key changes."""
 
 
 def keep(folder: Path, manifest: Manifest, record: Record, home: Path | None = None) -> None:
@@ -106,7 +104,7 @@ def keep(folder: Path, manifest: Manifest, record: Record, home: Path | None = N
 
 
 def record_of(engine: Engine) -> Record | None:
-    """Return this machine's record of an engine, else one of its fleet, or None; cheap while no file changes."""
+    """Return this machine's record of an engine, else its fleet's, or None; cheap while no file changes."""
     keys = (key_stamp(), fleet_key.stamp())
     unkept, then = _unkept.get((str(engine.folder), engine.manifest.digest), (None, ()))
     if unkept is not None and all(stamp in (None, now) for stamp, now in zip(then, keys, strict=True)):
@@ -122,43 +120,10 @@ def record_of(engine: Engine) -> Record | None:
     return known[1]
 
 
-def figures(engine: Engine) -> Mapping:
-    """Return the figures of an engine's comparison with native: measured on this GPU, else in its build."""
-    record = record_of(engine)
-    return record.parity if record is not None and record.parity else engine.manifest.parity
-
-
-def call_times(engines: Sequence[Engine]) -> tuple[float, float] | None:
-    """Return the milliseconds of one call, on the first of some engines and native, as timed on a GPU here, or None."""
-    found = figures(engines[0]) if engines else {}
-    took, native = found.get("engine_ms"), found.get("native_ms")
-    return (took, native) if took and native else None
-
-
 def built_here(engine: Engine) -> bool:
     """Tell whether this machine or its fleet built an engine, and nobody has changed what its manifest says since."""
     record = record_of(engine)
     return record is not None and record.verdict == BUILT
-
-
-def relative_time(engine: Engine, gpu: str) -> float | None:
-    """Return the part of native's time that a call takes, as measured on this GPU: 0.5 is twice as fast.
-
-    None without measurements. Engines are timed at their own best sizes. So only their parts of native's time can be
-    compared, and not their milliseconds; a network in blocks has only this part. Native waits more for launches at
-    small sizes, which flatters engines of small sizes; parts that differ by a few percent are alike.
-    """
-    record = record_of(engine)
-    if not gpu or record is None or record.gpu != gpu:
-        return None
-    times = call_times([engine])
-    return figures(engine).get("relative_time") if times is None else times[0] / times[1]
-
-
-def is_slow(engine: Engine, gpu: str) -> bool:
-    """Tell whether an engine was no faster than native on this GPU."""
-    found = relative_time(engine, gpu)
-    return found is not None and found >= 1
 
 
 def why_unusable(engine: Engine, gpu: str = "") -> Fallback | None:
@@ -182,7 +147,8 @@ def why_unusable(engine: Engine, gpu: str = "") -> Fallback | None:
         elsewhere = f"has run on {record.gpu}" if record.gpu else "has not run on a GPU yet"
         text = f"{engine.folder.name} {elsewhere} and was not compared with the normal model on {gpu}"
         return Fallback(Reason.UNCHECKED, text)
-    if gpu and not record.here and (proved := figures(engine).get("driver") or "unknown") != driver_version():
+    proved = (record.parity or engine.manifest.parity).get("driver") or "unknown"
+    if gpu and not record.here and proved != driver_version():
         text = f"{engine.folder.name} was built by another worker with driver {proved}, and here it is"
         here = driver_version() or "unknown"
         return Fallback(Reason.UNCHECKED, f"{text} {here}: it was not compared with the normal model")
@@ -262,15 +228,12 @@ def sign(text: str) -> str:
     Raises:
         OSError: there is no secret and none can be kept.
     """
-    return _digest(_read_key() or _make_key(), text)
+    return fleet_key.digest(_read_key() or _make_key(), text)
 
 
 def is_signed(text: str, signature: object) -> bool:
     """Tell whether a signature of a text was made here."""
-    key = _read_key()
-    return key is not None and isinstance(signature, str) and hmac.compare_digest(
-        signature.encode("utf-8", "replace"), _digest(key, text).encode()
-    )  # fmt: skip
+    return fleet_key.matches(_read_key(), text, signature)
 
 
 def seal(contents: bytes, what: str) -> bytes:
@@ -306,10 +269,6 @@ def _key_path() -> Path:
     return key_folder() / "local.key"
 
 
-def _digest(key: bytes, text: str) -> str:
-    return hmac.new(key, text.encode(), hashlib.sha256).hexdigest()
-
-
 def _read_key() -> bytes | None:
     """Return the secret, if it is whole: an empty or cut file is a secret that everybody knows."""
     try:
@@ -319,8 +278,8 @@ def _read_key() -> bytes | None:
         return None
     if not private:
         log.warning(
-            "Hybrid TRT: %s may be read by others, or is another user's, so engines that it signed are not used and "
-            "the normal model runs; build them again, which makes a new secret", _key_path(),
+            "Hybrid TRT: %s may be read by other users, or is another user's, so engines that it signed are not used "
+            "and the normal model runs; build them again, which makes a new secret", _key_path(),
         )  # fmt: skip
     return key if private and len(key) == KEY_LENGTH else None
 
@@ -336,19 +295,15 @@ def _make_key() -> bytes:
         if path.exists() and _read_key() is None:
             replace(temporary, path)
         else:
-            _claim(temporary, path)
+            try:
+                claim(temporary, path)
+            except FileExistsError:
+                pass
+            except OSError:  # no links on this disk
+                replace(temporary, path)
     finally:
         with contextlib.suppress(OSError):
             temporary.unlink()
     if (key := _read_key()) is None:  # another process may have been first: then its secret counts
         raise OSError(f"{path} cannot be kept")
     return key
-
-
-def _claim(temporary: Path, path: Path) -> None:
-    try:
-        claim(temporary, path)
-    except FileExistsError:
-        pass
-    except OSError:  # no links on this disk
-        replace(temporary, path)

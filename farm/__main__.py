@@ -8,7 +8,7 @@ from pathlib import Path
 
 from .access import VARIABLE, NoToken, token, token_file
 
-INSTALL = "run pip install -r requirements-farm.txt in the pack's folder."
+INSTALL = "run pip install -r farm/requirements.txt in the pack's folder."
 URL = "http://127.0.0.1:8400"
 
 

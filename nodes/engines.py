@@ -90,8 +90,7 @@ def find(network: NativeNetwork, node_input: NodeInput, settings: Mapping[str, A
     Raises:
         ValueError: sizes in the wrong order; the text is for the user.
     """
-    choice = _engine_choice(network, **settings)
-    key = node_input.key
+    choice, key = _engine_choice(network, **settings), node_input.key
     choice = replace(choice, pictures=node_input.pictures, loras=node_input.loras)
     handle = EngineHandle.look_up(network, choice, library(), node_input.node_id, key)
     if node_input.sizes:

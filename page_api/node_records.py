@@ -11,9 +11,8 @@ from pathlib import Path
 import torch
 
 from ..engine_library import Reason, schema
-from ..engine_library.atomic_files import write_file
 from ..engine_library.manifest import read_profile
-from ..engine_library.safe_files import NOTES, read_json
+from ..engine_library.safe_files import NOTES, read_json, write_file
 
 log = logging.getLogger(__name__)
 

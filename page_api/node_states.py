@@ -22,7 +22,7 @@ from ..backends.lookup import look_up_known, takes_any_weights, wanted_profile
 from ..comfy_model.hash_cache import known_hashes, source_of
 from ..comfy_model.structure_hash import structure_hash
 from ..engine_builder.jobs import BuildQueue, Job, State
-from ..engine_library import Engine, EngineQuery, Fallback, Library, Reason, Unavailable, trust
+from ..engine_library import Engine, EngineQuery, Fallback, Library, Reason, Unavailable, measurements
 from ..engine_library.manifest import LAYOUT_PREFIX, MANIFEST_NAME
 from ..sampling.call_stats import CallStats, last_run
 from ..sampling.engine_handle import EngineHandle
@@ -315,7 +315,7 @@ def _published(engine: Engine) -> float:
 
 def engine_json(engine: Engine) -> dict:
     """Return an engine's facts for people."""
-    manifest, here = engine.manifest, trust.figures(engine)
+    manifest, here = engine.manifest, measurements.figures(engine)
     return {
         "name": engine.folder.name,
         "label": manifest.label,

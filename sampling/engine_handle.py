@@ -17,7 +17,7 @@ from ..comfy_model.attention import remark
 from ..comfy_model.network import NativeNetwork, replaced_part
 from ..comfy_model.weight_formats import remark_on_rounding
 from ..comfy_model.weight_patches import WeightPatches, why_reshaped
-from ..engine_library import Fallback, Library, Reason, Unavailable, inventory, trust
+from ..engine_library import Fallback, Library, Reason, Unavailable, inventory, measurements
 from ..sessions.session import Active, Session
 from . import NotCopied
 from .call_stats import CallStats, open_stats, range_of, timed
@@ -297,7 +297,7 @@ class ServedCall:
             stats.count_plain(why)
         if stats.engine_name != served.name:  # the first call of a run
             inventory.mark_used(served.serving)
-            stats.proof = trust.call_times(served.serving)
+            stats.proof = measurements.call_times(served.serving)
         stats.engine_name = served.name
 
     def state(self) -> Hashable | None:

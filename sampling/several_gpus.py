@@ -3,10 +3,15 @@
 *MultiGPU CFG Split* copies the model for each further GPU, and shares the calls of each step among the copies. Each GPU
 has its own thread. The threads borrow the run's context, so that they count calls, watch for NaN and leave calls to
 native as the sampling thread does.
+
+A model patch is ComfyUI's same object for all GPUs. But its network is on one GPU, and its attributes hold values from
+layer to layer, so that a GPU's layers would take another GPU's values. So each GPU has a patch of its own, with a
+network of its own.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator, Mapping
 from contextvars import Context, copy_context
 from dataclasses import replace
@@ -17,9 +22,11 @@ from comfy import model_management
 from comfy.controlnet import ControlNet
 from comfy.model_patcher import ModelPatcher
 
+from ..architectures import absorbed_patch
+from ..architectures.model_patches import companion_of, models_of
 from ..comfy_model.module_copy import native_copy
 from ..comfy_model.network import NativeNetwork
-from ..comfy_model.patches_on_gpus import THREAD, PatchesOnGpus
+from ..comfy_model.weight_hash import look_for_edits
 from ..engine_library import Fallback, Reason
 from ..sessions.cuda_capture import give_back_graph_memory
 from . import NotCopied
@@ -32,12 +39,74 @@ if TYPE_CHECKING:
 
 COPIES = "multigpu"
 """Key in a patcher of ComfyUI's copies of its model on other GPUs."""
+THREAD = "multigpu_thread_device"
+"""Key of a call's GPU in its options, where ComfyUI makes several calls at once."""
+
+_copied_companions: weakref.WeakKeyDictionary[torch.nn.Module, dict[torch.device, tuple[int, ModelPatcher]]] = (
+    weakref.WeakKeyDictionary()
+)
+"""A companion -> device -> the edition of its weights that was copied there, and the copy."""
 
 SEVERAL_GPUS = Fallback(
     Reason.MODEL_PATCHED,
     "MultiGPU CFG Split made a copy of the model that no engine is known for",
     advice="remove MultiGPU CFG Split if you want the engine",
 )
+
+
+class PatchesOnGpus:
+    """The model patch, on each GPU, of a model that several GPUs sample with, if engines compute its kind."""
+
+    def __init__(self) -> None:
+        self._parts: Mapping[str, Any] = {}
+        self._own: dict[torch.device, dict[str, Any]] = {}
+
+    def plan(self, patcher: ModelPatcher, copy: ModelPatcher) -> bool:
+        """Give a model, and its copy on another GPU, a patch each. The copy has its own from now on.
+
+        Returns:
+            True if the patch of that GPU has another network than before, since its weights were edited.
+        """
+        options = copy.model_options["transformer_options"]
+        patches = options.get("patches", {})
+        found = absorbed_patch(copy.model.diffusion_model, patches)
+        parts = {} if found is None else {place: patches[place][0] for place in found[0].places}
+        if {p: id(part) for p, part in parts.items()} != {p: id(part) for p, part in self._parts.items()}:
+            self._parts, self._own = parts, {}
+        if found is None:
+            return False
+        kind, patch = found
+        if patcher.load_device not in self._own:
+            self._own[patcher.load_device] = kind.again(patches, companion_of(patch))
+        device, known = copy.load_device, self._own.get(copy.load_device)
+        network = _on(companion_of(patch), device)
+        edited = known is not None and network not in [one for part in known.values() for one in models_of(part)]
+        if known is None or edited:
+            known = self._own[device] = kind.again(patches, network)
+        options["patches"] = {**patches, **{place: [part] for place, part in known.items()}}
+        return edited
+
+    def put(self, options: Mapping[str, Any]) -> None:
+        """Replace the shared patch by the GPU's own in the options of a call there."""
+        device, patches = options.get(THREAD), options.get("patches", {})
+        for place, part in self._own.get(device, {}).items():
+            if hasattr(part, "to"):  # as ComfyUI does with the shared patch
+                part.to(device)
+            patches[place] = [part if one is self._parts[place] else one for one in patches.get(place, ())]
+
+
+def _on(companion: ModelPatcher, device: torch.device) -> ModelPatcher:
+    """Return the patcher of a patch's network, or of the network's copy on another device."""
+    if companion.load_device == device or companion.patches:  # patched weights may be in the network itself
+        return companion
+    copies = _copied_companions.setdefault(companion.model, {})
+    edition = look_for_edits(companion)
+    if device not in copies or copies[device][0] != edition:
+        model_management.unload_model_and_clones(companion)  # else the copy would lie on its device too
+        with torch.inference_mode(False):  # the threads of GPUs are outside of it
+            network = native_copy(companion.model)
+        copies[device] = edition, ModelPatcher(network, device, companion.offload_device)
+    return copies[device][1]
 
 
 class SharedRun(NotCopied):

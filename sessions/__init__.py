@@ -1,1 +1,1 @@
-"""One engine, open: what serves its calls, its CUDA graphs, what runs before them, and room for it on the device."""
+"""An open engine: the session that serves its calls, its CUDA graphs, per-image passes, and memory on the device."""

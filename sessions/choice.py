@@ -1,4 +1,4 @@
-"""Several sessions of one network as one: each call goes to the first that takes it, and a broken one is left out."""
+"""Several sessions of a network as a single session: each call goes to the first that takes it, broken ones aside."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ log = logging.getLogger(__name__)
 
 
 class SessionChoice:
-    """Sessions of one network, the best first, as one whose memory is that of all; see ``Session``.
+    """Sessions of a network as a single ``Session``, which holds the memory of all.
 
     Attributes:
-        sessions: those to choose from.
+        sessions: the sessions to choose from, the best first.
     """
 
     refusal: str | None = None
@@ -92,7 +92,7 @@ class SessionChoice:
         Raises:
             Unavailable: as given, where the engine is not broken or no other session is left.
         """
-        left = [one for one in self.sessions if one is not session and one not in self._broken]
+        left = [other for other in self.sessions if other is not session and other not in self._broken]
         if not unavailable.fallback.reason.breaks_engine or not left:
             raise unavailable
         for engine in session.active.serving:
@@ -111,7 +111,7 @@ class SessionChoice:
 
 
 class WithLiveFallback(SessionChoice):
-    """A session of an engine, and live weights where sizes or weight patches are not the engine's."""
+    """A session of an engine, with live weights for calls whose sizes or weight patches are not the engine's."""
 
     follows_patches = True
 
@@ -122,7 +122,7 @@ class WithLiveFallback(SessionChoice):
         self._patches = WeightPatches(network.patcher)
 
     def joins(self, engine: Session, live: Session, network: NativeNetwork) -> bool:
-        """Tell whether it is of these two, with the weights that a network's patcher has now."""
+        """Tell whether it has these sessions, and the engine the weights that the network's patcher has now."""
         same = (self._engine, self._live, self._of()) == (engine, live, network.patcher)
         return same and self._patches.same_on(network.patcher)
 
@@ -189,11 +189,11 @@ class WithLiveFallback(SessionChoice):
 
 
 def with_live_fallback(engine: Session, live: Session, network: NativeNetwork) -> WithLiveFallback:
-    """The session of an engine with live weights behind it, shared as these two are.
+    """Return the session of an engine with live weights behind it; all users of both sessions share it.
 
     Args:
         network: whose weights the engine has, patches included.
     """
     key = ("backed by live", id(engine), id(live), id(network.patcher))
-    # ids come again
+    # an id may be that of an earlier object, hence ``joins``
     return shared(key, lambda s: s.joins(engine, live, network), lambda: WithLiveFallback(engine, live, network))

@@ -1,27 +1,35 @@
-"""CUDA graph capture: the capture itself, its wait points, and the memory that graphs keep.
+"""CUDA graph capture: the capture itself, wait points, memory that graphs keep, and captures that fail.
 
 *Wait points.* Residuals are needed in a UNet's second half alone. A network that was compiled to say where it needs
 them is captured with a wait point there. The first half then runs beside the ControlNets that compute them.
 
 *Graph memory.* A graph that was captured under cudaMallocAsync allocates as it runs. The driver keeps that memory for
 the next replay, and nobody else on the GPU can have it. torch's own allocator keeps it in pools instead.
+
+*Failed captures.* They leave tensors behind: in the frames of their errors, and in modules that stopped half way.
+With torch's own allocator all of them may be freed. With cudaMallocAsync, which ComfyUI prefers, a tensor made during
+the capture has an address that gets memory only when the graph runs. Freeing it earlier ends the process, and while it
+exists later captures fail. ComfyUI looks for an interrupt at each layer, so an interrupt may come during a capture.
+CUDA ends such a capture well: the captured work runs once, and its tensors can be freed. Where CUDA broke the capture
+off, its tensors stay for good: they hold no memory. Later captures may get their addresses and fail as well. Calls of
+these shapes then run plainly.
 """
 
 from __future__ import annotations
 
 import ctypes
 import functools
+import gc
 import logging
 import os
+import traceback
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, Protocol
 
 import torch
-
-from .failed_capture import Replay, record
 
 log = logging.getLogger(__name__)
 
@@ -29,7 +37,16 @@ RESERVED = 2
 """CU_GRAPH_MEM_ATTR_RESERVED_MEM_CURRENT of the driver's API."""
 
 _idle_streams: dict[torch.device, list[torch.cuda.Stream]] = {}
-"""Streams to use again: each keeps tens of megabytes of work space for good."""
+"""Streams to use again: a stream keeps tens of megabytes of work space for good."""
+
+
+_never_freed: list[torch.Tensor] = []
+
+
+class Replay(Protocol):
+    """A captured run: ``replay`` does it again on the same buffers."""
+
+    def replay(self) -> None: ...
 
 
 Capture = Callable[[Callable[[], None]], Replay]
@@ -73,12 +90,12 @@ def wait_at_point() -> None:
 
 
 class LargerGraph:
-    """A graph that calls are a part of: they run kernel by kernel, and no cache keeps a result.
+    """A graph of which calls are parts: they run kernel by kernel, and no cache keeps their results.
 
     Tensors of a capture have no values after it.
 
     Attributes:
-        read: what it reads of caches; it has to live as long as the graph.
+        read: cached tensors that it reads; they have to live as long as the graph.
     """
 
     def __init__(self) -> None:
@@ -87,12 +104,12 @@ class LargerGraph:
         self._streams: set[torch.cuda.Stream] = set()
 
     def hold(self, tensors: Iterable[torch.Tensor], stream: torch.cuda.Stream) -> None:
-        """Keep tensors of another stream until all streams have joined: freeing one is work of its stream."""
+        """Keep tensors of another stream until all streams have joined: freeing a tensor is work of its stream."""
         self._held += tensors
         self._streams.add(stream)
 
     def join(self) -> None:
-        """Free what is held, on its streams, and let the current stream wait for these."""
+        """Free the held tensors on their streams, and let the current stream wait for these streams."""
         for stream in self._streams:
             stream.wait_stream(torch.cuda.current_stream(stream.device))
         self._held.clear()
@@ -123,7 +140,7 @@ def in_larger_graph() -> bool:
 
 
 def read_by_larger_graph(tensors: Any) -> None:
-    """Keep what a cache gives as long as the larger graph that reads it, if this call is part of one."""
+    """Keep tensors of a cache as long as the larger graph that reads them, if this call is part of such a graph."""
     larger = _larger_graph.get()
     if larger is not None:
         larger.read.append(tensors)
@@ -145,8 +162,8 @@ class CudaCapture:
     """Captures on CUDA. All its graphs share a pool of memory, because they never run at once.
 
     Attributes:
-        stream: a stream to capture on, of this object alone. torch keeps one work space for matrix products per
-            stream, a graph has its address, and graphs of several such objects do run at once.
+        stream: a stream to capture on, of this object alone. torch keeps a work space for matrix products per stream,
+            and a graph has its address. Graphs of several objects may run at once, so they need several streams.
     """
 
     def __init__(self, device: torch.device):
@@ -162,7 +179,7 @@ class CudaCapture:
         self.stream.wait_stream(here)
         with torch.cuda.stream(self.stream):
             self._make_work_space()
-            body()  # makes what else libraries keep
+            body()  # libraries make what they keep for good
         here.wait_stream(self.stream)
         free_idle_memory(self._device)
         # thread_local: other threads of ComfyUI may use CUDA while this one captures
@@ -175,13 +192,14 @@ class CudaCapture:
     def _make_work_space(self) -> None:
         """Have torch make the stream's work space for matrix products.
 
-        Made in a capture it would belong to this graph alone, and in the midst of a run it would keep what lies around.
+        A work space made in a capture would belong to this graph alone. Made during a run, it would lie between the
+        run's tensors, and their memory could not be freed.
         """
-        one = torch.ones(16, 16, device=self._device, dtype=torch.float16)
-        torch.addmm(one[0], one, one)
+        ones = torch.ones(16, 16, device=self._device, dtype=torch.float16)
+        torch.addmm(ones[0], ones, ones)
 
     def new_wait_point(self) -> WaitPoint:
-        """Return a wait point for one graph, whose event has already come."""
+        """Return a wait point for a graph, whose event has already been recorded."""
         event = torch.cuda.Event(external=True)
         event.record(torch.cuda.current_stream(self._device))  # a replay does not wait for an event without a record
         return WaitPoint(event)
@@ -197,12 +215,12 @@ class CudaCapture:
         for leave in (torch._C._cuda_endAllocateToPool, torch._C._cuda_releasePool):
             try:
                 leave(index, self._pool)
-            except Exception as error:  # where this torch has left it by itself
+            except Exception as error:  # this torch has left the pool by itself
                 log.debug("Hybrid TRT: %s: %s", leave.__name__, error)
         self._pool = torch.cuda.graph_pool_handle()  # graphs that were made before keep theirs
 
     def _leave_random_numbers(self) -> None:
-        """Take torch's random numbers out of capture mode, where a failed capture leaves them, by one that succeeds."""
+        """Make a capture that succeeds: it takes torch's random numbers out of capture mode after a failure."""
         try:
             torch.cuda.synchronize(self._device)
             with torch.cuda.device(self._device), torch.cuda.graph(torch.cuda.CUDAGraph(), stream=self.stream):
@@ -211,8 +229,101 @@ class CudaCapture:
             log.warning("Hybrid TRT: random numbers on %s may fail until ComfyUI restarts (%s)", self._device, error)
 
 
+def record(
+    body: Callable[[], None],
+    capturing: AbstractContextManager[object],
+    graph: Replay,
+    device: torch.device,
+    leave: Callable[[], None],
+) -> None:
+    """Run a function while it is captured; if it fails, leave no tensors that could end the process.
+
+    Args:
+        capturing: begins and ends the capture of ``graph``.
+        leave: called where CUDA broke the capture off.
+    """
+    own: BaseException | None = None
+    with _young_objects_kept_young():
+        try:
+            with capturing:
+                try:
+                    body()
+                except BaseException as error:
+                    own = error
+                    raise
+        except BaseException as error:
+            if error is not own:  # CUDA did not end the capture
+                _keep_young_tensors(device)
+                leave()
+            elif not _run_once(graph, device):
+                _keep_young_tensors(device)
+            raise
+        finally:
+            del own
+
+
+def _run_once(graph: Replay, device: torch.device) -> bool:
+    """Run the work captured before an error, so that its tensors have memory; return False if that fails."""
+    try:
+        graph.replay()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+    except Exception as error:
+        log.warning("Hybrid TRT: CUDA graphs may fail until ComfyUI restarts, and calls are slower then (%s)", error)
+        return False
+    return True
+
+
+@contextmanager
+def _young_objects_kept_young() -> Iterator[None]:
+    """Let ``gc`` distinguish objects made inside from all older objects."""
+    collects = gc.isenabled()
+    gc.collect(0)
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
+
+
+def _keep_young_tensors(device: torch.device) -> None:
+    """Keep for good the tensors made by the current block, where freeing them would end the process."""
+    if not _frees_are_fatal(device):
+        return
+    for tensor in [found for found in gc.get_objects(0) if issubclass(type(found), torch.Tensor)]:
+        if tensor.device.type == device.type:
+            _never_freed.append(tensor)
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(tensor))  # not even when the process ends
+
+
+def _frees_are_fatal(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_allocator_backend() == "cudaMallocAsync"
+
+
+def release_failed_capture(error: BaseException, device: torch.device) -> None:
+    """Clear the frames of a failed capture's error, but not the caller's own frame."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    for link in _chain(error):
+        traceback.clear_frames(link.__traceback__)
+        link.__traceback__ = None
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    """Iterate over an error and its causes."""
+    seen: set[int] = set()
+    waiting: list[BaseException | None] = [error]
+    while waiting:
+        link = waiting.pop()
+        if link is not None and id(link) not in seen:
+            seen.add(id(link))
+            waiting += [link.__cause__, link.__context__]
+            yield link
+
+
 def free_idle_memory(device: torch.device) -> None:
-    """Free what torch keeps of earlier runs outside of graphs."""
+    """Free memory of earlier runs that torch keeps outside of graphs."""
     if device.type == "cuda":
         torch.cuda.empty_cache()
 

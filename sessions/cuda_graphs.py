@@ -1,9 +1,9 @@
 """CUDA graphs for any function of tensors: captured per set of shapes, replayed on static buffers, bounded in number.
 
 A replay runs exactly the kernels that were captured, on exactly the same addresses. So the key holds every name, shape
-and dtype, the buffers belong to the graph, and results are handed out as copies. Inputs that are one tensor share a
-buffer, and the key tells which are; constants, such as the zeros of absent residuals, are read where they are. A caller
-that runs a cache on its own ``stream`` is lent the result buffers instead. A copy would be memory of one stream that
+and dtype, the buffers belong to the graph, and results are handed out as copies. Inputs that are the same tensor share
+a buffer, and the key says which do. Constants, such as the zeros of absent residuals, are read where they are. A caller
+that runs a cache on its own ``stream`` is lent the result buffers instead. A copy would be memory of a stream that
 another stream uses. torch's cudaMallocAsync reuses such memory only once the host has seen the GPU idle, which never
 happens while sampling: memory would grow.
 """
@@ -24,20 +24,23 @@ from ..comfy_model.comfyui_shims import outside_recording
 from .cuda_capture import (
     Capture,
     CudaCapture,
+    Replay,
     WaitPoint,
     free_idle_memory,
     in_larger_graph,
+    release_failed_capture,
     wait_for,
     with_wait_point,
 )
-from .failed_capture import Replay, release_failed_capture
+from .session import first_line
 
 log = logging.getLogger(__name__)
 
 MAX_GRAPHS = 8
 SHARE = 0.125
-"""Of a GPU's memory, for the graphs of a network."""
+"""Share of a GPU's memory for the graphs of a network."""
 MAX_SEEN = 64
+"""Number of keys without a graph that are remembered."""
 IDLE = 2
 """A graph gives way to shapes that come so many times as often."""
 
@@ -47,19 +50,19 @@ Function = Callable[[Tensors], Tensors]
 
 @dataclass
 class _CapturedGraph:
-    """One captured graph with its buffers.
+    """A captured graph with its buffers.
 
     Attributes:
-        function: the captured function; what it holds has to live as long as the graph.
+        function: the captured function, which keeps all that the graph reads.
         inputs: name -> the buffer that a replay reads, or a constant.
-        copied: the inputs that a replay copies in, one for each buffer.
-        block: dtype -> one tensor that all results of this dtype lie in, so that one copy hands them out.
+        copied: the inputs that a replay copies in, a name for each buffer.
+        block: dtype -> the tensor that all results of this dtype lie in, so that a single copy hands them out.
         views: result name -> its dtype, shape, strides and offset in its block.
-        targets: result name -> that part of its block.
+        targets: result name -> its part of the block.
         replay: runs the captured kernels again.
         bytes: memory that it holds.
         wait_point: its wait for late inputs, or None if it needs all inputs from the start.
-        last: the tensors that were copied in last, for steady inputs.
+        last: steady input -> the tensor that was copied in last.
         used: number of the call that it served last.
     """
 
@@ -82,8 +85,8 @@ class _CapturedGraph:
         """Allocate the buffers, after a plain run that gives the shapes of the results. Nothing is captured yet.
 
         Args:
-            given: tensors as a caller gives them; what is not among them is constant.
-            inputs: the same as the function takes them.
+            given: tensors as a caller gives them.
+            inputs: tensors as the function takes them; an input that was not given is constant.
         """
         static, buffers = dict(inputs), {}
         for name in (name for name in inputs if name in given):
@@ -97,20 +100,20 @@ class _CapturedGraph:
         sizes, views = {}, {}
         results = dict(function(static))
         for name, result in results.items():
-            # its own strides if it has no gaps, else those of a contiguous tensor
+            # the result's own strides if it has no gaps, else strides of a contiguous tensor
             strides = torch.empty_like(result, device="meta", memory_format=torch.preserve_format).stride()
             place = sizes.get(result.dtype, 0)
             views[name] = (result.dtype, result.shape, strides, place)
             sizes[result.dtype] = place + -(-result.numel() // 64) * 64
         del results, result
-        free_idle_memory(device)  # else the block would lie in the midst of what the run took, and keep all of it
+        free_idle_memory(device)  # else the block would lie between the run's tensors, and keep their memory
         with torch.inference_mode(False):
             block = {dtype: torch.empty(size, dtype=dtype, device=device) for dtype, size in sizes.items()}
         copied = [name for name, _ in buffers.values()]
         return cls(function, static, copied, block, views, _in_blocks(views, block))
 
     def run(self) -> None:
-        """Run the function on the buffers: what is captured."""
+        """Run the function on the buffers. This is the work that is captured."""
         results = self.function(self.inputs)
         torch._foreach_copy_(list(self.targets.values()), [results[name] for name in self.targets])
 
@@ -132,7 +135,7 @@ class GraphCache:
 
     Attributes:
         failure: the reason why the latest capture failed, or None. Calls with these shapes run plainly.
-        plain: the same where the last call had such shapes, else None.
+        plain: the reason if the last call had shapes whose capture failed, else None.
     """
 
     def __init__(
@@ -147,8 +150,9 @@ class GraphCache:
         Args:
             limit: number of graphs kept. The least recently used goes first, unless it is needed about as often as
                 its successor: capturing at every call would be slower than running plainly.
-            most_bytes: that they hold together, unless one alone holds more; by default ``SHARE`` of the GPU's memory.
-            capture: captures on this device; without one, and off CUDA, everything runs plainly.
+            capture: captures on this device; by default a ``CudaCapture``, and off CUDA nothing is captured.
+            most_bytes: the most that all graphs hold, unless a single graph holds more; by default ``SHARE`` of the
+                GPU's memory.
             steady: inputs that are copied in only when another tensor object comes.
         """
         self.device = device
@@ -210,11 +214,11 @@ class GraphCache:
         Args:
             function: launches work on the current stream and nothing else, always the same work for the same key.
             inputs: name -> tensor.
-            token: stands for everything else that the function reads. Graphs of another token are dropped.
+            token: a value that changes with all that the function reads besides. Graphs of another token are dropped.
             prepare: gives the tensors in the function's device, dtype and layout, and tensors that are constant for a
                 key, which nobody changes. A replay copies ``inputs`` straight into their buffers.
-            own: makes a function for one graph alone, where ``function`` has a state that other shapes change.
-            late: inputs that are not computed yet. A graph with a wait point waits on the way, all else at the start.
+            own: makes a function for a single graph, where ``function`` has a state that other shapes change.
+            late: inputs that are not computed yet. A graph with a wait point waits there, other calls at the start.
         """
         if in_larger_graph():
             return self._as_part(function, inputs, prepare, late)
@@ -242,13 +246,13 @@ class GraphCache:
             self._copy_in(graph, inputs, late)
             graph.replay.replay()
         except BaseException:
-            if late is not None:  # its buffers are still written to, and may be freed soon
+            if late is not None:  # late buffers are still written to, and may be freed soon
                 torch.cuda.current_stream(self.device).wait_stream(late.stream)
             raise
         return dict(graph.targets) if self._lends() else graph.results()
 
     def _as_part(self, function: Function, inputs: Tensors, prepare: Function, late: AsyncInputs | None) -> Tensors:
-        """Run plainly as a part of a larger graph, beside what computes the late inputs if the function can wait."""
+        """Run plainly as a part of a larger graph; if the function can wait, while late inputs are computed."""
         prepared = prepare(inputs)
         if late is None:
             return function(prepared)
@@ -256,7 +260,7 @@ class GraphCache:
         as_they_come = all(prepared[name].data_ptr() == inputs[name].data_ptr() for name in late.names)
         if not self.takes_late or not as_they_come:
             wait_for(late.ready, late.stream, arriving)
-            return function(prepare(inputs))  # what was prepared before did not wait
+            return function(prepare(inputs))  # the first preparation did not wait
         wait_point = WaitPoint(late.ready)
         with with_wait_point(wait_point):
             results = function(prepared)
@@ -270,7 +274,7 @@ class GraphCache:
         return stream is not None and torch.cuda.current_stream(self.device) == stream
 
     def _worth_it(self, key: tuple) -> bool:
-        """Tell whether these shapes came before. That call has also warmed up what must not happen while capturing.
+        """Tell whether these shapes came before: that call also did work that must not happen during a capture.
 
         In a full cache they must also come more often than the graph that would go.
         """
@@ -284,7 +288,7 @@ class GraphCache:
         return self._calls - oldest.used > IDLE * (self._calls - before)
 
     def _is_full(self) -> bool:
-        """Tell whether another graph, of the size of the largest one, has no place beside those that are kept."""
+        """Tell whether another graph, as large as the largest, has no room beside the kept graphs."""
         sizes = [graph.bytes for graph in self._captured.values()]
         return len(sizes) >= self._limit or sum(sizes) + max(sizes, default=0) > self._most_bytes
 
@@ -303,13 +307,13 @@ class GraphCache:
             if not isinstance(error, Exception):
                 raise
             self._failed.add(key)
-            self.failure = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+            self.failure = first_line(error)
             log.warning("Hybrid TRT: no CUDA graph for these shapes, they run plainly (%s)", self.failure)
             return None
         held = sum(t.nbytes for t in (*map(graph.inputs.get, graph.copied), *graph.block.values()))
         graph.bytes = max(_reserved(self.device) - before, held)
         self._captured[key] = graph
-        while len(self._captured) > 1 and self.bytes > self._most_bytes:  # it is larger than the largest was
+        while len(self._captured) > 1 and self.bytes > self._most_bytes:  # the new graph is larger than expected
             self._captured.popitem(last=False)
         return graph
 
@@ -340,7 +344,7 @@ class GraphCache:
 
 def _copy_late(graph: _CapturedGraph, inputs: Tensors, late: AsyncInputs) -> None:
     """Copy late inputs on the stream that computes them, then let the graph pass its wait point."""
-    late.stream.wait_stream(torch.cuda.current_stream(late.stream.device))  # the replay before still reads the last
+    late.stream.wait_stream(torch.cuda.current_stream(late.stream.device))  # the last replay may still read them
     with torch.cuda.stream(late.stream):
         names = [name for name in graph.copied if name in late.names]
         _copy_all([graph.inputs[name] for name in names], [inputs[name] for name in names])
@@ -348,7 +352,7 @@ def _copy_late(graph: _CapturedGraph, inputs: Tensors, late: AsyncInputs) -> Non
 
 
 def _copy_all(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
-    """Copy tensors, similar ones in one launch: torch's grouped copy is fast only if dtypes and strides agree."""
+    """Copy tensors, similar tensors in one launch: torch's grouped copy is fast only if dtypes and strides agree."""
     alike: dict[torch.dtype, tuple[list, list]] = {}
     for target, source in zip(targets, sources, strict=True):
         if target.dtype == source.dtype and target.stride() == source.stride():

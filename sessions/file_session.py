@@ -1,4 +1,4 @@
-"""A session of an engine's files: checks calls against the manifest, supplies what is absent, returns fresh tensors."""
+"""A session of an engine's files: checks calls against the manifest, adds absent inputs, returns fresh tensors."""
 
 from __future__ import annotations
 
@@ -21,11 +21,10 @@ from ..engine_library import Engine, Fallback, Reason, Unavailable, trust
 from ..engine_library.disk import gigabytes
 from .cuda_capture import Capture
 from .cuda_graphs import GraphCache
-from .gpu_memory import EVERYTHING, is_out_of_memory, make_room, no_room, with_room
-from .per_image_cache import LivePerImagePasses
+from .gpu_memory import is_out_of_memory, tried_again, with_room
+from .made_inputs import LivePerImagePasses, Zeros
 from .refit import EngineWeights
 from .session import Runner, first_line, misfit, shared
-from .zeros import Zeros
 
 if TYPE_CHECKING:
     from comfy.model_patcher import ModelPatcher
@@ -35,7 +34,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 MAX_PLANS = 32
-"""Different sets of shapes remembered per session."""
+"""Number of sets of shapes that a session keeps plans for."""
 
 Load = Callable[[Engine, torch.device], Runner]
 """Opens an engine for running on a device; see ``Backend.load``."""
@@ -43,13 +42,13 @@ Load = Callable[[Engine, torch.device], Runner]
 
 @dataclass(frozen=True)
 class _Plan:
-    """Consequences of one set of input shapes, worked out once."""
+    """Zeros and outputs for a set of input shapes, computed once."""
 
     zeros: dict[str, torch.Tensor]
     outputs: Mapping[str, tuple[Shape, torch.dtype]]
 
     def run(self, runner: Runner, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """One call of a runner, into new tensors."""
+        """Make a call of a runner, into new tensors."""
         outputs = {
             name: torch.empty(shape, dtype=dtype, device=runner.device) for name, (shape, dtype) in self.outputs.items()
         }
@@ -58,10 +57,10 @@ class _Plan:
 
 
 class FileSession:
-    """One engine on one device. Loads at its first call, can be unloaded under memory pressure and loads again.
+    """A ``Session`` of an engine on a device. It loads at its first call, and again after it was unloaded.
 
-    An engine's weights are its own, whatever patcher ComfyUI samples with, unless it takes any weights: then they
-    follow it, and so do the per-image passes, which no engine holds. See ``Session``.
+    An engine has weights of its own, for any patcher that ComfyUI samples with. The weights of an engine that takes any
+    weights follow the patcher. Per-image passes, which no engine holds, always follow it.
     """
 
     refusal = None
@@ -76,7 +75,7 @@ class FileSession:
         recorder: Capture | None = None,
         weights: EngineWeights | None = None,
     ):
-        """``weights``: those of an engine that takes any."""
+        """``weights``: weights for an engine that takes any."""
         self.engine = engine
         self.device = device
         self._load = load
@@ -116,7 +115,7 @@ class FileSession:
         return self._weights is not None
 
     def serves_module(self, module: torch.nn.Module) -> bool:
-        """Tell whether its weights, if they follow somebody's, are those of a native module."""
+        """Tell whether it can serve a native module: its weights are the engine's own, or follow that module."""
         return self._weights is None or self._weights.belong_to(module)
 
     def begin_run(self, patcher: ModelPatcher) -> None:
@@ -160,7 +159,7 @@ class FileSession:
         return None if self.graphs is None else self.graphs.plain
 
     def state(self) -> None:
-        """Return None: a graph holds an execution context of its own, which no larger one can have."""
+        """Return None: each graph has an execution context of its own, so no larger graph can hold its calls."""
 
     @property
     def joins_stacks(self) -> bool:
@@ -192,7 +191,7 @@ class FileSession:
         log.info("Hybrid TRT: opened %s on %s in %.1f s", self.engine.folder.name, self.device, seconds)
 
     def renew(self, engine: Engine) -> None:
-        """Serve with this engine from now on: it has replaced the one that was opened, in the same folder."""
+        """Serve with this engine from now on: it has replaced the opened engine in the same folder."""
         if engine.manifest != self.engine.manifest:
             self.unload()
             self.engine = engine
@@ -251,29 +250,22 @@ class FileSession:
             self._take_weights()
         if self._current is not None:
             given = self._current.run(given, extras or {})
-        try:
-            return self._call(given)
-        except Unavailable:
-            raise
-        except Exception as error:
-            if not is_out_of_memory(error):
-                raise self._failed(error) from error
-        make_room(EVERYTHING, self.device)  # here nothing holds the failed call's tensors any more
+        return tried_again(lambda: self._explained(given), self.device, after=self.unload)
+
+    def _explained(self, given: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Make a call; raise Unavailable for errors other than a lack of memory."""
         try:
             return self._call(given)
         except Exception as error:
-            if not is_out_of_memory(error):
-                raise self._failed(error) from error
-            why = first_line(error)
-        self.unload()  # native needs the room
-        make_room(0, self.device)
-        raise no_room(why)
+            if isinstance(error, Unavailable) or is_out_of_memory(error):
+                raise
+            raise self._failed(error) from error
 
     def _call(self, given: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         plan, runner = self._plan({name: tuple(tensor.shape) for name, tensor in given.items()}), self._runner
 
         def prepared(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-            """The engine's inputs: device, dtype and layout as it takes them, zeros for what is absent."""
+            """Return the engine's inputs with its device, dtype and layout, and zeros for absent inputs."""
             given = {name: t.to(self.device, self._dtypes[name]).contiguous() for name, t in tensors.items()}
             return plan.zeros | given
 
@@ -351,13 +343,13 @@ class FileSession:
 def file_session(
     engine: Engine, load: Load, device: torch.device, network: NativeNetwork | None = None, keeps_weights: bool = False
 ) -> FileSession:
-    """The session for an engine on a device, shared by all who use it; it closes when nobody does any more.
+    """Return the session for an engine on a device. All who use it share it; it closes when nobody uses it any more.
 
     An engine that takes any weights is opened once for each model, whose weights it then has.
 
     Args:
-        network: whose weights such an engine takes.
-        keeps_weights: whether it has those that it was built with when it is opened.
+        network: the network whose weights such an engine takes.
+        keeps_weights: True if such an engine has the weights that it was built with when it is opened.
     """
     key = (str(engine.folder), engine.manifest.identity.key, str(device))
     if not engine.manifest.identity.any_weights:
@@ -368,13 +360,14 @@ def file_session(
         def make() -> FileSession:
             return FileSession(engine, load, device, weights=EngineWeights(network, engine, keeps_weights))
 
-        found = shared(key, lambda found: found.serves_module(module), make)  # ids come again
+        # an id may be that of an earlier object
+        found = shared(key, lambda found: found.serves_module(module), make)
     found.renew(engine)
     return found
 
 
 _Passes = LivePerImagePasses | Fallback | None
-"""Those of a network; None where its engine takes all that native takes; why there are none."""
+"""Per-image passes of a network; None where its engine takes native's inputs; or why there are no passes."""
 
 
 def _live_passes(network: NativeNetwork, engine: Engine) -> _Passes:

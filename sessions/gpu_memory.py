@@ -1,4 +1,4 @@
-"""GPU memory for an engine that opens: ComfyUI frees what no model of the running node needs."""
+"""GPU memory for engines: ComfyUI frees memory of models that the running node does not use."""
 
 from __future__ import annotations
 
@@ -11,12 +11,11 @@ from comfy import model_management
 
 from ..comfy_model.comfyui_shims import free_memory
 from ..engine_library import Reason, Unavailable
-from .memory_words import says_out_of_memory
-from .session import first_line
+from .session import first_line, says_out_of_memory
 
 log = logging.getLogger(__name__)
 
-Opened = TypeVar("Opened")
+Result = TypeVar("Result")
 
 EVERYTHING = 1e30
 MAKE_ROOM = "close what else uses the GPU, or choose smaller pictures; another build needs as much"
@@ -24,33 +23,53 @@ MAKE_ROOM = "close what else uses the GPU, or choose smaller pictures; another b
 
 
 def make_room(size: float, device: torch.device) -> None:
-    """Have ComfyUI free ``size`` bytes and its reserve for computing, as far as models not in use hold them."""
+    """Have ComfyUI unload models that are not in use, until ``size`` bytes and its reserve for computing are free."""
     if model_management.is_device_cpu(device):
         return
     entries = list(model_management.current_loaded_models)
     in_use = [entry for entry in entries if entry.currently_used]
     wanted = min(EVERYTHING, size + model_management.minimum_inference_memory())
-    # a model that died meanwhile, with one that is unloaded, would leave ComfyUI's list while ComfyUI goes through it
+    # kept alive: a model that dies with an unloaded model would leave ComfyUI's list while ComfyUI goes through it
     alive = [entry.model for entry in entries]
     model_management.free_memory(wanted, device, keep_loaded=in_use)
     del alive
 
 
-def with_room(size: int, device: torch.device, start: Callable[[], Opened]) -> Opened:
-    """Return ``start()`` with ``size`` bytes free; if memory is short, try once more with all that can be freed.
+def with_room(size: int, device: torch.device, start: Callable[[], Result]) -> Result:
+    """Return ``start()`` with ``size`` bytes free; see ``tried_again``.
 
     Raises:
         Unavailable: memory is short, even after ComfyUI freed all that is not in use.
     """
     need_room(size, device)
     model_management.soft_empty_cache()  # other libraries cannot use the blocks that torch keeps
+    return tried_again(start, device)
+
+
+def tried_again(
+    start: Callable[[], Result],
+    device: torch.device,
+    before: Callable[[], None] | None = None,
+    after: Callable[[], None] | None = None,
+) -> Result:
+    """Return ``start()``; if memory is short, call it once more when ComfyUI has freed all that is not in use.
+
+    Args:
+        before: gives back what the caller holds before the second call.
+        after: the same where the second call lacks memory too: native needs it.
+
+    Raises:
+        Unavailable: memory is short in the second call too.
+    """
     try:
         return start()
     except Exception as error:
         if not is_out_of_memory(error):
             raise
-        log.info("Hybrid TRT: not enough memory on %s, ComfyUI frees what is not in use", device)
-    # outside the handler: the error's frames hold what was allocated until then
+        log.info("Hybrid TRT: not enough memory on %s (%s), ComfyUI frees what is not in use", device, error)
+    # outside of the handler: the error's frames hold the tensors of the failed call
+    if before is not None:
+        before()
     make_room(EVERYTHING, device)
     model_management.soft_empty_cache()
     try:
@@ -59,11 +78,14 @@ def with_room(size: int, device: torch.device, start: Callable[[], Opened]) -> O
         if not is_out_of_memory(error):
             raise
         why = error.fallback.detail if isinstance(error, Unavailable) else first_line(error)
+    if after is not None:
+        after()
+        make_room(0, device)  # frees torch's idle blocks
     raise no_room(why)
 
 
 def need_room(size: int, device: torch.device) -> None:
-    """Free ``size`` bytes that stay in use, and some to compute in.
+    """Free ``size`` bytes to hold, and ComfyUI's reserve to compute in.
 
     Raises:
         Unavailable: memory is short, even after ComfyUI freed all that is not in use.
@@ -88,7 +110,7 @@ def lacks_room(size: int, device: torch.device) -> bool:
 
 
 def close_engines(device: torch.device) -> None:
-    """Close every engine on a device, also those in use: native serves the rest of the run."""
+    """Close every engine on a device, also engines in use: native serves the rest of the run."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)  # ControlNets of a stack may run beside the call that lacked memory
     for patcher in model_management.loaded_models():
@@ -98,5 +120,5 @@ def close_engines(device: torch.device) -> None:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Tell whether an error means that memory was short; libraries other than torch only say so in words."""
+    """Tell whether an error means that memory was short, by its words or its class."""
     return says_out_of_memory(error) or model_management.is_oom(error)

@@ -6,15 +6,14 @@ import logging
 import time
 import weakref
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 
 from ..comfy_model.network import patchers_of
-from ..comfy_model.stored_weights import weights_with_patches
-from ..comfy_model.weight_formats import cast_when_called
-from ..comfy_model.weight_hash import edition_of, hash_of_parts, own_hash, value_of
-from ..comfy_model.weight_patches import acting, all_same, version_of
+from ..comfy_model.weight_hash import edition_of, hash_of_parts, own_hash
+from ..comfy_model.weight_patches import all_same, version_of
+from ..comfy_model.weight_values import PatchedWeight, patched_weights, value_of
 from ..engine_library import Engine, Reason, Unavailable, trust
 
 if TYPE_CHECKING:
@@ -27,10 +26,10 @@ log = logging.getLogger(__name__)
 
 
 class EngineWeights:
-    """Weights of one native module for one engine, refitted from patcher to patcher. It keeps neither alive.
+    """Weights of a native module for an engine, refitted from patcher to patcher. It keeps no module or patcher alive.
 
     It knows the patches of each parameter in the engine, so a LoRA at another strength refits only the parameters of
-    that LoRA. An engine that was built with the weights of this very model is given only the patched ones.
+    that LoRA. An engine that was built with the weights of this very model is given only patched weights.
     """
 
     def __init__(self, network: NativeNetwork, engine: Engine, keeps: bool = False):
@@ -39,7 +38,7 @@ class EngineWeights:
             keeps: True if the engine has the weights that it was built with when it is opened.
 
         Raises:
-            Unavailable: the engine is not one of this network.
+            Unavailable: the engine has other parameters than this network.
         """
         self._module = weakref.ref(network.module)
         self._places = list(zip(network.starts, (part.prefix for part in network.parts), strict=True))
@@ -52,7 +51,7 @@ class EngineWeights:
         if strange or not self._initialisers:
             what = f"wants a weight {min(strange)}" if strange else "takes no weights"
             raise Unavailable(Reason.BROKEN_ENGINE, f"{engine.folder.name} {what}, unlike {network.label}")
-        # what another machine says of its engine is not believed
+        # a manifest from another machine is not trusted
         self._built_with = engine.manifest.built_with if keeps and trust.built_here(engine) else ""
         self._patcher: weakref.ref[ModelPatcher] | None = None
         self._inside: dict[str, list] | None = None  # parameter -> its patches; None: the weights are unknown
@@ -68,7 +67,7 @@ class EngineWeights:
         self._patcher = weakref.ref(patcher)
 
     def forget(self) -> None:
-        """Forget the weights of an engine that was closed: opened again it has its own."""
+        """Forget the weights of an engine that was closed: when it is opened again, it has its own."""
         self._inside, self._as_opened = None, True
 
     @property
@@ -77,7 +76,7 @@ class EngineWeights:
         return self._inside is None or self._state() != self._version
 
     def _state(self) -> tuple:
-        """Return a value that changes with the patcher's weights: its patches, then what others edited."""
+        """Return a value that changes with the patcher's weights: versions of patches, then editions of weights."""
         patchers = self._patchers()
         return tuple(map(version_of, patchers)), tuple(map(edition_of, patchers))
 
@@ -89,7 +88,7 @@ class EngineWeights:
         started = time.perf_counter()
         version, entries = self._state(), self._entries()
         values = _Values(entries, {i: name for name, i in self._initialisers.items()}, self)
-        wanted = {name: acting(entries[name].entry[1:]) for name in self._initialisers}
+        wanted = {name: entries[name].patches for name in self._initialisers}
         edited = self._inside is not None and self._version[1] != version[1]
         inside = self._models_own() if self._as_opened else None if edited else self._inside
         self._inside, self._as_opened = None, False  # even if this fails, the old weights are no longer complete
@@ -105,7 +104,7 @@ class EngineWeights:
         self._inside, self._version = wanted, version
 
     def _models_own(self) -> dict[str, list] | None:
-        """Return the patches in an engine that was just opened: none, if it was built with this model's own weights."""
+        """Return no patches for each parameter, if the engine was built with this model's own weights, else None."""
         if not self._built_with or self._own_hash() != self._built_with:
             return None
         return {name: [] for name in self._initialisers}
@@ -114,34 +113,23 @@ class EngineWeights:
         parts = zip(self._patchers(), self._places, strict=True)
         return hash_of_parts([own_hash(patcher, prefix) for patcher, (_, prefix) in parts])
 
-    def _entries(self) -> dict[str, _Entry]:
-        """The weights of the network by their names in it."""
-        found = {}
-        for patcher, (start, prefix) in zip(self._patchers(), self._places, strict=True):
-            for key, entry in weights_with_patches(patcher, prefix).items():
-                found[start + key.removeprefix(prefix)] = _Entry(patcher, key, entry)
-        return found
+    def _entries(self) -> dict[str, PatchedWeight]:
+        """Return the weights of the network by their names in it."""
+        return {
+            start + weight.key.removeprefix(prefix): weight
+            for patcher, (start, prefix) in zip(self._patchers(), self._places, strict=True)
+            for weight in patched_weights(patcher, prefix)
+        }
 
-    def _value(self, weight: _Entry) -> torch.Tensor:
+    def _value(self, weight: PatchedWeight) -> torch.Tensor:
         """Return a copy of a weight in the engine's dtype, in main memory."""
-        original, *patches = weight.entry
-        cast = cast_when_called(weight.patcher).get(weight.key)
-        value = value_of(weight.key, original, acting(patches), self._device, cast)
-        return value.to("cpu", self._dtype, copy=True).contiguous()
-
-
-class _Entry(NamedTuple):
-    """A weight of a patcher's model with its patches, as ``weights_with_patches`` gives them."""
-
-    patcher: ModelPatcher
-    key: str
-    entry: list
+        return value_of(weight, self._device).to("cpu", self._dtype, copy=True).contiguous()
 
 
 class _Values(Mapping[str, torch.Tensor]):
     """Mapping of initialiser -> its value, computed when it is read."""
 
-    def __init__(self, entries: Mapping[str, _Entry], names: Mapping[str, str], weights: EngineWeights):
+    def __init__(self, entries: Mapping[str, PatchedWeight], names: Mapping[str, str], weights: EngineWeights):
         self._entries, self._names, self._weights = entries, names, weights
 
     def __getitem__(self, initialiser: str) -> torch.Tensor:

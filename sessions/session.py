@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import weakref
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol, TypeVar
@@ -31,8 +32,10 @@ class Runner(Protocol):
     capturable: bool
 
     def new_context(self) -> Runner:
-        """A runner of the same loaded engine for calls of one set of shapes. Later runs of others leave its buffers
-        alone, so they stay valid for a CUDA graph. Only where runs are capturable.
+        """Return a runner of the same loaded engine for calls of a single set of shapes.
+
+        Runs of other runners leave its buffers alone, so these stay valid for a CUDA graph. Only where runs are
+        capturable.
 
         Raises:
             Unavailable: memory is short.
@@ -42,12 +45,12 @@ class Runner(Protocol):
     def refit(self, weights: Mapping[str, torch.Tensor], changed: Collection[str]) -> None:
         """Compute with other weights from now on; nothing of this engine may be running.
 
-        Only of engines that take any weights, and before their first run; other contexts take them too.
+        Only for engines that take any weights, and before their first run. All contexts take the weights.
 
         Args:
             weights: initialiser of the graph -> contiguous tensor in main memory, in the engine's precision; computed
                 when it is asked for.
-            changed: those that differ from what the engine has.
+            changed: the initialisers whose values differ from the engine's.
 
         Raises:
             RuntimeError: a weight that the engine needs was not given, or was refused.
@@ -59,18 +62,61 @@ class Runner(Protocol):
         ...
 
 
-class HoldsMemory(Protocol):
-    """A session as ComfyUI's memory management sees it.
+class Active(Protocol):
+    """The session that served a call, for reports.
 
     Attributes:
-        loaded: True while it holds its memory.
-        bytes: memory that it holds beside ComfyUI's own weights, or will hold once it has run.
-        parts: the sessions that hold that memory: itself, or those that it is made of.
+        backend_name: its backend.
+        name: the engine's folder, or words.
+        serving: the engines that had a part in the call.
+        uncovered: the call, where live weights ran it without a compiled file although their backend compiles.
+        plain: why the call ran without a CUDA graph although such calls are captured, or None.
     """
 
+    backend_name: str
+    name: str
+    serving: Sequence[Engine]
+    uncovered: UncoveredCall | None
+    plain: str | None
+
+    def state(self) -> Hashable | None:
+        """Return a value that changes with all that calls read. A larger CUDA graph of calls is valid until then.
+
+        None if no larger graph may hold its calls, or if the weights are not loaded.
+
+        Raises:
+            Unavailable: memory is short.
+        """
+
+
+class Session(Protocol):
+    """Serves the calls of a network on a device; shared by all who use the same engine or the same live weights.
+
+    Attributes:
+        engines: the engines of the library that it uses; a folder that was built again is another engine.
+        refusal: why an engine was not opened although calls are served, or None.
+        active: the session that served the last call.
+        follows_patches: True if it computes with whatever weights ComfyUI samples with, so that LoRAs need no engine
+            of their own. It then lives as long as the native module, and else as long as prompts use it.
+        loaded: True while it holds its memory.
+        bytes: memory that it holds beside ComfyUI's own weights, or will hold once it has run.
+        parts: the sessions that hold that memory: itself, or the sessions that it consists of.
+        joins_stacks: True if it may run now in a stack of ControlNets, on ``stream``.
+        stream: a CUDA stream that no other session uses, or None. Results of a call on it are lent: the next call of
+            this session, or of one with a part in common, writes to them.
+        takes_late: True if ``run`` takes inputs that another stream still computes.
+    """
+
+    engines: Sequence[Engine]
+    refusal: str | None
+    active: Active
+    follows_patches: bool
     loaded: bool
     bytes: int
     parts: frozenset[Session]
+    joins_stacks: bool
+    stream: torch.cuda.Stream | None
+    takes_late: bool
 
     def load(self) -> None:
         """Take the memory that is needed.
@@ -85,67 +131,8 @@ class HoldsMemory(Protocol):
         ...
 
     def owns_weights(self, patcher: ModelPatcher) -> bool:
-        """Tell whether native weights that ComfyUI loads for a patcher would lie unused beside those of the session."""
+        """Tell whether native weights that ComfyUI loads for a patcher would lie unused beside the session's own."""
         ...
-
-
-class RunsBeside(Protocol):
-    """A session that may run beside others.
-
-    Attributes:
-        joins_stacks: True if it may run now in a stack of ControlNets, on ``stream``.
-        stream: a CUDA stream that no other session uses, or None. Results of a call on it are lent: the next call of
-            this session, or of one with a part in common, writes to them.
-        takes_late: True if ``run`` takes inputs that another stream still computes.
-    """
-
-    joins_stacks: bool
-    stream: torch.cuda.Stream | None
-    takes_late: bool
-
-
-class Active(Protocol):
-    """The session that served a call, for reports.
-
-    Attributes:
-        backend_name: its backend.
-        name: the engine's folder, or words.
-        serving: the engines that had a part in the call.
-        uncovered: the call, where live weights ran it without a compiled file although their backend compiles.
-        plain: why it ran without a CUDA graph although such calls are captured, or None.
-    """
-
-    backend_name: str
-    name: str
-    serving: Sequence[Engine]
-    uncovered: UncoveredCall | None
-    plain: str | None
-
-    def state(self) -> Hashable | None:
-        """Return what calls compute with: while it is the same, a larger CUDA graph that holds them is right.
-
-        None if no such graph may hold them, or if the weights are not there.
-
-        Raises:
-            Unavailable: memory is short.
-        """
-
-
-class Session(HoldsMemory, RunsBeside, Protocol):
-    """Serves the calls of a network on one device; shared by all who use the same engine or the same live weights.
-
-    Attributes:
-        engines: what it uses of the library; a folder that was built again is another engine.
-        refusal: why an engine that is there was not opened although calls are served, or None.
-        active: what served the last call.
-        follows_patches: True if it computes with whatever weights ComfyUI samples with, so that LoRAs need no engine
-            of their own. It then lives as long as the native module, and else as long as prompts use it.
-    """
-
-    engines: Sequence[Engine]
-    refusal: str | None
-    active: Active
-    follows_patches: bool
 
     def begin_run(self, patcher: ModelPatcher) -> None:
         """Start a sampling run with a patcher: ComfyUI may have moved weights."""
@@ -169,7 +156,7 @@ class Session(HoldsMemory, RunsBeside, Protocol):
         extras: Mapping[str, Hashable] | None = None,
         late: AsyncInputs | None = None,
     ) -> dict[str, torch.Tensor]:
-        """Compute one call.
+        """Compute a call.
 
         Args:
             given: input name -> tensor of any float dtype on any device. Inputs of a per-image pass are passed on
@@ -189,7 +176,7 @@ class Session(HoldsMemory, RunsBeside, Protocol):
         """Describe the session in one sentence for the node, which wants a profile.
 
         Args:
-            beyond: what happens to calls that it does not take.
+            beyond: the verb for larger pictures, which it does not serve.
         """
         ...
 
@@ -200,7 +187,7 @@ _open: weakref.WeakValueDictionary[tuple, Session] = weakref.WeakValueDictionary
 
 
 def shared(key: tuple, fits: Callable[[Found], bool], make: Callable[[], Found]) -> Found:
-    """The open session with a key, if it still fits, or a new one; it closes when nobody uses it any more."""
+    """Return the open session with a key, if it still fits, or a new session. It closes when nobody uses it."""
     found = _open.get(key)
     if found is None or not fits(found):
         found = _open[key] = make()
@@ -208,7 +195,7 @@ def shared(key: tuple, fits: Callable[[Found], bool], make: Callable[[], Found])
 
 
 def open_sessions() -> list[Session]:
-    """The sessions that somebody holds, without those that are made of others."""
+    """Return the sessions that somebody holds, except sessions that consist of several."""
     return [session for session in list(_open.values()) if session.parts == {session}]
 
 
@@ -216,7 +203,7 @@ _refused: dict[str, tuple[object, str]] = {}
 
 
 def refuse(engine: Engine, why: str) -> None:
-    """Remember that an engine could not be opened, or run, in this process; one that is built again is tried again."""
+    """Note that an engine could not be opened, or run, in this process. If it is built again, it is tried again."""
     _refused[str(engine.folder)] = (engine.manifest, why)
 
 
@@ -227,11 +214,25 @@ def refusal_of(engine: Engine) -> str | None:
 
 
 def misfit(error: ShapeMismatch) -> Unavailable:
-    """The error for a call whose tensors fit the network in no size."""
+    """Return the error for a call whose tensors fit the network in no size."""
     return Unavailable(Reason.OTHER_KIND if error.other_kind else Reason.UNSUPPORTED_INPUT, str(error))
 
 
 def first_line(error: BaseException) -> str:
-    """An error in one line."""
+    """Return an error's class and the first line of its message."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+
+
+_OUT_OF_MEMORY = (
+    "out of memory", "outofmemory", "no room for the engine", "can't allocate memory", "cannot allocate memory",
+    "failed to allocate memory", "bad_alloc", "bad allocation", "alloc_failed",
+)  # fmt: skip
+"""Words by which torch, ONNX Runtime, TensorRT and C++ say that memory was short."""
+
+
+def says_out_of_memory(error: BaseException) -> bool:
+    """Tell whether an error means that memory was short; most libraries only say so in their message."""
+    words = f"{type(error).__name__} {error}".lower()
+    short = isinstance(error, MemoryError) or getattr(error, "errno", None) == errno.ENOMEM
+    return short or any(phrase in words for phrase in _OUT_OF_MEMORY)

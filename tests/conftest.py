@@ -15,6 +15,7 @@ import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 from filelock import FileLock
@@ -178,6 +179,12 @@ def comfy(environment: Environment, models: dict[str, Path]) -> Iterator[ComfyPr
             yield process
     finally:
         link.unlink(missing_ok=True)
+
+
+@pytest.fixture(scope="session")
+def object_info(comfy: ComfyProcess) -> dict[str, Any]:
+    """All that a running ComfyUI says about its nodes."""
+    return comfy.object_info()
 
 
 def build(comfy: ComfyProcess, *scenarios: Scenario) -> None:

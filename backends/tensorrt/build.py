@@ -21,8 +21,7 @@ from typing import Any
 
 from ...architectures.shapes import TensorSpec
 from ...engine_library import BuildError, Unavailable, trust
-from ...engine_library.atomic_files import write_file
-from ...engine_library.safe_files import read_bytes
+from ...engine_library.safe_files import read_bytes, write_file
 from .. import BuildRequest, Progress
 from .flavour import Flavour, import_flavour
 

@@ -14,9 +14,8 @@ from typing import Any
 import torch
 
 from ...engine_library import Engine, Reason, Unavailable, trust
-from ...engine_library.atomic_files import write_file
 from ...engine_library.gpu import gpu_of
-from ...engine_library.safe_files import read_bytes
+from ...engine_library.safe_files import read_bytes, write_file
 from .build import ENGINE_NAME, collected_errors, last_errors, shared_logger
 
 log = logging.getLogger(__name__)

@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
+from ...comfy_model import torch_kernels
 from ...comfy_model.torch_kernels import ATTENTION, best_attention, usual_attention
-from ...sessions import gpu_timing
 from ...sessions.cuda_graphs import GraphCache
 
 log = logging.getLogger(__name__)
@@ -62,7 +62,7 @@ def _milliseconds(function: torch.nn.Module, given: Sequence[torch.Tensor], name
         return {str(i): result for i, result in enumerate(function(*tensors.values()))}
 
     with torch.inference_mode(), best_attention(given[0].device, name):
-        milliseconds = gpu_timing.milliseconds(lambda: graphs.run(run, inputs))
+        milliseconds = torch_kernels.milliseconds(lambda: graphs.run(run, inputs))
     if graphs.failure is not None:
         raise RuntimeError(graphs.failure)
     return milliseconds

@@ -21,8 +21,7 @@ from ...architectures.calls import RequestedCalls, calls_to_compile
 from ...architectures.shapes import Profile
 from ...comfy_model.structure_hash import structure_hash
 from ...engine_library import Engine, Fallback, Manifest, Reason, Unavailable, trust
-from ...engine_library.gpu import gpu_of
-from ...sessions.session import refusal_of, refuse
+from ...sessions.session import refusal_of
 from .. import BuildSizes, LiveCompiler, LiveTask, Progress
 from . import compiled, opened_files
 
@@ -113,11 +112,7 @@ class TorchBackend(LiveCompiler):
     ) -> LiveSession:
         from .session import live_session  # which needs ComfyUI
 
-        found, gpu = live_session(network, self, precision), gpu_of(network.device)
-        for engine in engines:
-            if trust.is_slow(engine, gpu):
-                times = trust.relative_time(engine, gpu)
-                refuse(engine, f"compiled it took {times:.2f} times as long as the normal model on this GPU")
+        found = live_session(network, self, precision)
         found.use(engines, passed_over)
         return found
 

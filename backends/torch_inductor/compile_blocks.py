@@ -18,7 +18,7 @@ import torch
 from ...architectures.shapes import sample_inputs
 from ...comfy_model.snapshot import draw_weights
 from ...comfy_model.torch_kernels import laid_out
-from ...engine_library import yardstick
+from ...engine_library import measurements
 from .. import LiveTask, Progress
 from . import attention
 from .compile_kinds import Alike, BlockFunction, Call, compiled, contents_of, kinds_of
@@ -76,8 +76,8 @@ def compile_blocks(function: torch.nn.Module, task: LiveTask, progress: Progress
     name = file_name(task.sizes[0], task.free)
     (task.folder / name).write_bytes(contents_of(of, made))
     about = {"cpu": cpu_kind()} if task.device.type == "cpu" else _speed(taken)
-    return {"files": [name], "seconds": seconds,
-            "parity": {**yardstick.figures(record), "cases": record, "against": against(record), **about}}  # fmt: skip
+    parity = {**measurements.worst_case(record), "cases": record, "against": against(record), **about}
+    return {"files": [name], "seconds": seconds, "parity": parity}
 
 
 def _speed(taken: Mapping) -> dict:

@@ -13,12 +13,11 @@ from pathlib import Path
 import torch
 
 from ...architectures.shapes import sample_inputs
-from ...comfy_model.float32 import results_in_float32
-from ...comfy_model.torch_kernels import best_attention, laid_out
-from ...engine_library import BuildError, yardstick
+from ...comfy_model import torch_kernels
+from ...comfy_model.torch_kernels import best_attention, laid_out, results_in_float32
+from ...engine_library import BuildError, measurements
 from ...engine_library.engine import furthest
 from ...engine_library.gpu import driver_version
-from ...sessions import gpu_timing
 from ...sessions.cuda_graphs import GraphCache
 from .. import LiveTask, Progress
 from . import attention, graph_passes
@@ -30,7 +29,7 @@ log = logging.getLogger(__name__)
 COMPILED_LIMITS = {"float32": 1e-4, "float16": 1e-2, "bfloat16": 5e-2}
 """Largest relative error of any output against the same network run plainly, in the same precision on the same device.
 
-In half precision it holds only where float32 cannot be had, see ``yardstick``. It is below ``engine.LIMITS``: the
+In half precision it holds only where float32 cannot be had, see ``measurements``. It is below ``engine.LIMITS``: the
 kernels are torch's own, fused anew.
 """
 
@@ -84,7 +83,7 @@ def compile_network(function: torch.nn.Module, task: LiveTask, progress: Progres
     return {
         "files": [file_name(sizes) for sizes in task.sizes],
         "seconds": seconds,
-        "parity": {**yardstick.figures(record), "cases": record, "against": against(record), **about},
+        "parity": {**measurements.worst_case(record), "cases": record, "against": against(record), **about},
     }
 
 
@@ -136,8 +135,8 @@ def figures(function: torch.nn.Module, compiled: Compiled, given: list) -> dict:
             return {str(i): result for i, result in enumerate(results)}
 
         with torch.inference_mode(), best_attention(given[0].device):
-            native = gpu_timing.milliseconds(lambda: function(*given))
-            engine = gpu_timing.milliseconds(lambda: graphs.run(run, dict(zip(names, given, strict=True))))
+            native = torch_kernels.milliseconds(lambda: function(*given))
+            engine = torch_kernels.milliseconds(lambda: graphs.run(run, dict(zip(names, given, strict=True))))
     except Exception:
         log.warning("what a call takes was not measured", exc_info=True)
         return {}
@@ -159,12 +158,12 @@ def compared(
         if math.isfinite(native):
             expected = exact
     worst, error = furthest(names, results, expected)
-    found = yardstick.judged(error, native, yardstick.FLOORS.get(precision, COMPILED_LIMITS[precision]),
+    found = measurements.judged(error, native, measurements.FLOORS.get(precision, COMPILED_LIMITS[precision]),
                              COMPILED_LIMITS[precision])  # fmt: skip
-    if yardstick.over_limit([found]):
+    if measurements.over_limit([found]):
         raise BuildError(
             f"what Inductor compiled differs from the normal model by {error:.2e} in {worst} at {sizes} "
-            f"({yardstick.limit_words(found, precision)}), so no engine was made and the normal model keeps running"
+            f"({measurements.limit_words(found, precision)}), so no engine was made and the normal model keeps running"
         )
     return found
 

@@ -9,11 +9,11 @@ import torch
 
 from ...architectures import Architecture, Role
 from ...architectures.shapes import TensorSpec
-from ...comfy_model.joined_weights import live_weights
+from ...comfy_model.live_weights import LiveWeights
 from ...comfy_model.network import NativeNetwork
 from ...comfy_model.torch_kernels import best_attention
 from ...engine_library import Engine
-from ...sessions.per_image_cache import PerImagePasses
+from ...sessions.made_inputs import PerImagePasses
 from . import wiring
 from .compiled import Compiled, lifted
 from .kinds import InBlocks, Kinds
@@ -47,7 +47,7 @@ class LiveNetwork:
         self.outputs: list[TensorSpec] = architecture.outputs(network.module, precision)
         # a ControlNet's own patcher is replaced by the engine's, so nobody loads native weights to share
         self.shares = network.role is not Role.CONTROLNET
-        self.weights = live_weights(network, self.dtype, share=self.shares)
+        self.weights = LiveWeights(network, self.dtype, share=self.shares)
         copy = self.weights.module
         self.passes = PerImagePasses(architecture.passes(copy), self.device, self.dtype)
         self.weights.fuse(architecture.fuse_layers(copy))

@@ -22,9 +22,9 @@ from ...comfy_model.torch_kernels import laid_out, strides_laid_out
 from ...engine_library import Engine, Fallback, Reason, Unavailable
 from ...sessions.cuda_capture import Capture
 from ...sessions.cuda_graphs import GraphCache
-from ...sessions.gpu_memory import EVERYTHING, is_out_of_memory, make_room, need_room, no_room
+from ...sessions.gpu_memory import is_out_of_memory, need_room, tried_again
+from ...sessions.made_inputs import Zeros
 from ...sessions.session import first_line, misfit, refusal_of, refuse, shared
-from ...sessions.zeros import Zeros
 from . import opened_files
 from .compiled import Compiled
 from .network import LiveNetwork, Sizes, frozen
@@ -243,29 +243,15 @@ class LiveSession:
         return self._with_memory(lambda: self._call(given, extras or {}, late))
 
     def _with_memory(self, start: Callable[[], Result]) -> Result:
-        """``start()``; where memory lacks, once more when all is closed and ComfyUI has freed what is not in use."""
-        try:
-            return self._explained(start)
-        except torch.OutOfMemoryError as error:
-            log.info("Hybrid TRT: %s lacks memory (%s), ComfyUI frees what is not in use", self.label, error)
-        self.unload()  # here nothing holds the failed call's tensors any more
-        make_room(EVERYTHING, self.device)
-        try:
-            return self._explained(start)
-        except torch.OutOfMemoryError as error:
-            why = first_line(error)
-        self.unload()
-        make_room(0, self.device)  # torch's idle blocks
-        raise no_room(why)
+        """Return ``start()``; where memory lacks, once more when all is closed and ComfyUI has freed its share."""
+        return tried_again(lambda: self._explained(start), self.device, self.unload, self.unload)
 
     def _explained(self, start: Callable[[], Result]) -> Result:
         try:
             return start()
-        except (Unavailable, torch.OutOfMemoryError):
-            raise
         except Exception as error:
-            if is_out_of_memory(error):  # CUDA says so in words where a graph finds no room for what it takes
-                raise torch.OutOfMemoryError(first_line(error)) from error
+            if isinstance(error, Unavailable) or is_out_of_memory(error):
+                raise
             log.exception("Hybrid TRT: %s failed on its live weights", self.label)
             raise Unavailable(Reason.ENGINE_FAILED, first_line(error)) from error
 

@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 
-from ...engine_library import Engine, trust
+from ...engine_library import Engine, measurements, trust
 
 FIGURE = "wiring"
 """Name of the error among the figures of an engine's record."""
@@ -26,7 +26,7 @@ class Miswired(Exception):
 
 def judge_of(engine: Engine) -> Callable[[float], None] | None:
     """Return what judges an engine by the error of its first call; None where an earlier call was compared."""
-    if FIGURE in trust.figures(engine):
+    if FIGURE in measurements.figures(engine):
         return None
 
     def judge(error: float) -> None:
@@ -36,7 +36,7 @@ def judge_of(engine: Engine) -> Callable[[float], None] | None:
         if not error <= LIMITS.get(precision, HALF):
             raise Miswired(f"its blocks together differ from the normal model by {error:.1e}")
         if (record := trust.record_of(engine)) is not None:
-            figures = {**trust.figures(engine), FIGURE: error}
+            figures = {**measurements.figures(engine), FIGURE: error}
             trust.keep(engine.folder, engine.manifest, replace(record, parity=figures))
 
     return judge

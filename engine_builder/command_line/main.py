@@ -26,7 +26,7 @@ from ...architectures.shapes import PRECISIONS, SIZE_NAMES, RequestedSizes
 from ...backends import AUTO, backends
 from ...backends.lookup import backends_for, refusals
 from ...comfy_model.hash_cache import source_changed
-from ...engine_library import BuildError, Library, LibraryError, Unavailable, fleet_key, trust, yardstick
+from ...engine_library import BuildError, Library, LibraryError, Unavailable, fleet_key, measurements
 from ...engine_library.disk import free_bytes, gigabytes
 from ...engine_library.gpu import gpu_of
 from ...engine_library.inventory import Entry, delete, entries, select, verify
@@ -149,7 +149,7 @@ def _build(options: argparse.Namespace) -> int:
             sys.stderr.write("".join(f"  {line}\n" for line in lines[-20:]))
             raise
     manifest = engine.manifest
-    text = f"{engine.folder}\n{gigabytes(manifest.bytes)}, {yardstick.words(trust.figures(engine))}"
+    text = f"{engine.folder}\n{gigabytes(manifest.bytes)}, {measurements.error_words(measurements.figures(engine))}"
     return _done(options, {"folder": str(engine.folder), **manifest.to_json()}, text)
 
 

@@ -14,8 +14,7 @@ from typing import Any
 
 from ...architectures.shapes import SIZE_NAMES
 from ...backends import AUTO
-from ...engine_library.atomic_files import write_file
-from ...engine_library.safe_files import NOTES, read_bytes
+from ...engine_library.safe_files import NOTES, read_bytes, write_file
 from ...engine_library.schema import loads_whole
 from ...node_names import ENGINE_NODES
 from ...saved_workflows.accelerate import accelerate

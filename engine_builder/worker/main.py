@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from ...engine_library import BuildError, Unavailable, ValidationFailed
-from ...sessions.memory_words import says_out_of_memory
+from ...sessions.session import first_line, says_out_of_memory
 
 
 def in_json(error: Exception) -> dict:
@@ -29,15 +29,10 @@ def in_json(error: Exception) -> dict:
         return {"kind": "unavailable", "reason": error.fallback.reason.value, "text": error.fallback.detail}
     if says_out_of_memory(error):
         return {"kind": "build", "text": (
-            f"memory did not suffice ({_one_line(error)}), so no engine was made and the normal model keeps "
+            f"memory did not suffice ({first_line(error)}), so no engine was made and the normal model keeps "
             "running; close other programs, unload ComfyUI's models or choose smaller sizes, then build again"
         )}  # fmt: skip
-    return {"kind": "error", "text": _one_line(error), "errno": getattr(error, "errno", None)}
-
-
-def _one_line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+    return {"kind": "error", "text": first_line(error), "errno": getattr(error, "errno", None)}
 
 
 OOM_SCORE = 500

@@ -13,9 +13,8 @@ import torch
 from onnx import TensorProto, helper, numpy_helper
 
 from ...architectures.shapes import TensorSpec, sample_inputs
-from ...comfy_model.float32 import results_in_float32
-from ...comfy_model.torch_kernels import best_attention, without_tf32
-from ...engine_library import BuildError, yardstick
+from ...comfy_model.torch_kernels import best_attention, results_in_float32, without_tf32
+from ...engine_library import BuildError, measurements
 from ...engine_library.engine import LIMITS, furthest
 from ...sessions.session import Runner
 
@@ -125,7 +124,7 @@ def compare(
     """Run an engine on each case: its symbols, the output with the largest relative error, and its figures.
 
     Args:
-        floor, limit: see ``yardstick.judged``.
+        floor, limit: see ``measurements.judged``.
     """
     record = []
     for case in cases:
@@ -136,7 +135,7 @@ def compare(
         }
         runner.run(given, results)
         worst, error = furthest(list(results), list(results.values()), case.expected)
-        found = yardstick.judged(error, case.native, floor, limit)
+        found = measurements.judged(error, case.native, floor, limit)
         record.append({"symbols": case.symbols, "worst_output": worst, **found})
     return record
 
@@ -168,11 +167,11 @@ def check_parity(
         cases = [replace(case, given={name: t.float() for name, t in case.given.items()}) for case in cases]
     runner = OnnxRuntimeRunner(onnx, torch.device("cpu"), 0, frugal=True)
     limit = LIMITS[precision] if limit is None else limit
-    record = compare(runner, cases, outputs, yardstick.FLOORS.get(precision, 0.0), limit)
-    if over := yardstick.over_limit(record):
+    record = compare(runner, cases, outputs, measurements.FLOORS.get(precision, 0.0), limit)
+    if over := measurements.over_limit(record):
         raise BuildError(
             f"the exported graph differs from the normal model by {over['rel_err']:.2e} in {over['worst_output']} at "
-            f"{over['symbols']} ({yardstick.limit_words(over, precision)}), so no engine was made and the normal model "
-            "keeps running; try precision float32, and report this model if that fails too"
+            f"{over['symbols']} ({measurements.limit_words(over, precision)}), so no engine was made and the normal "
+            "model keeps running; try precision float32, and report this model if that fails too"
         )
-    return {**yardstick.figures(record), "cases": record, "against": "native in float32 on the CPU"}
+    return {**measurements.worst_case(record), "cases": record, "against": "native in float32 on the CPU"}

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from ...backends import Progress
 from ...comfy_model.comfyui_shims import import_comfyui
-from ...engine_library import BuildError, Engine, Manifest, Reason, Unavailable, ValidationFailed, yardstick
+from ...engine_library import BuildError, Engine, Manifest, Reason, Unavailable, ValidationFailed, measurements
 from ...engine_library.gpu import driver_version
 from .task import Task, backend_of, function_of, tensors_of
 
@@ -78,16 +78,16 @@ def check_engine(task: Task, progress: Progress) -> dict:
         log.exception("%s failed", engine.folder.name)
         text = (str(error).strip().splitlines() or [""])[0]
         raise _refused(task, f"could not be run ({type(error).__name__}: {text})") from error
-    if over := yardstick.over_limit(record):
+    if over := measurements.over_limit(record):
         raise _refused(
             task,
             f"differs from the normal model by {over['rel_err']:.2e} in {over['worst_output']} at {over['symbols']} "
-            f"({yardstick.limit_words(over, task['precision'])})",
+            f"({measurements.limit_words(over, task['precision'])})",
         )
     where = "on the CPU" if device.type == "cpu" else "on the same device"
     exact = task["precision"] == "float32" or all("native_rel_err" in case for case in record)
     against = f"native{' in float32' if exact else ''} {where}"
-    parity = {**yardstick.figures(record), "cases": record, "against": against}
+    parity = {**measurements.worst_case(record), "cases": record, "against": against}
     if native_ms:
         parity["driver"] = driver_version()
         parity |= {"native_ms": round(native_ms, 3), "engine_ms": round(engine_ms, 3)}
@@ -167,8 +167,8 @@ def _computed(
     import torch
 
     from ...architectures.shapes import SAMPLING_ENDS, sample_inputs
+    from ...comfy_model import torch_kernels
     from ...comfy_model.torch_kernels import best_attention
-    from ...sessions import gpu_timing
     from .parity import native_case
 
     inputs, _ = tensors_of(task)
@@ -187,7 +187,7 @@ def _computed(
             cases.append(native_case(function, symbols, given, device))
             if native_ms is None and sizes == task["timed"]:
                 tensors = [tensor.to(device) for tensor in given.values()]
-                native_ms = gpu_timing.milliseconds(lambda tensors=tensors: function(*tensors))
+                native_ms = torch_kernels.milliseconds(lambda tensors=tensors: function(*tensors))
     return cases, native_ms
 
 
@@ -199,7 +199,7 @@ def _engine_milliseconds(runner: Runner, case: Case, engine: Engine) -> float:
     """Time a call as a prompt makes it: by a CUDA graph where the backend allows it."""
     import torch
 
-    from ...sessions import gpu_timing
+    from ...comfy_model import torch_kernels
     from ...sessions.cuda_graphs import GraphCache
 
     def on(runner: Runner) -> Callable[[dict], dict]:
@@ -215,6 +215,6 @@ def _engine_milliseconds(runner: Runner, case: Case, engine: Engine) -> float:
 
     given = {name: tensor.to(runner.device) for name, tensor in case.given.items()}
     if not runner.capturable:
-        return gpu_timing.milliseconds(lambda: on(runner)(given))
+        return torch_kernels.milliseconds(lambda: on(runner)(given))
     graphs = GraphCache(runner.device)
-    return gpu_timing.milliseconds(lambda: graphs.run(on(runner), given, own=lambda: on(runner.new_context())))
+    return torch_kernels.milliseconds(lambda: graphs.run(on(runner), given, own=lambda: on(runner.new_context())))

@@ -11,28 +11,25 @@ from typing import Any
 
 import pytest
 import torch
-from fake_recorder import Recorder
-from hybrid_trt.architectures import architecture_of
 from hybrid_trt.architectures.calls import RequestedCalls, UncoveredCall, calls_to_compile
-from hybrid_trt.architectures.shapes import Picture, Profile, Range, RequestedSizes, Symbol, sample_inputs
+from hybrid_trt.architectures.shapes import Picture, Profile, Range, RequestedSizes, Symbol
 from hybrid_trt.architectures.sizes import ANY
-from hybrid_trt.backends import BuildSizes, backends
+from hybrid_trt.backends import BuildSizes
 from hybrid_trt.backends.torch_inductor.compiled import file_name
-from hybrid_trt.backends.torch_inductor.session import LiveSession
 from hybrid_trt.comfy_model.network import NativeNetwork
 from hybrid_trt.engine_builder.build import build_engine
 from hybrid_trt.engine_builder.order import BuildOrder
 from hybrid_trt.engine_library import Engine, Library, trust
-from hybrid_trt.engine_library.engine import relative_error
 from hybrid_trt.nodes import building
 from hybrid_trt.page_api.graph_pictures import asked_pictures
 from hybrid_trt.page_api.workflow_graph import network_inputs
 from hybrid_trt.sampling import engine_status
 from hybrid_trt.sampling.engine_handle import EngineChoice, EngineHandle
 from hybrid_trt.sampling.engine_status import status
-from small_networks import native_call, network
+from live_sessions import TORCH, error, given_for
+from live_sessions import opened as opened_for
+from small_networks import network
 
-TORCH = backends()["torch"]
 PROFILE = ANY.profile(RequestedSizes()).only("BHWT")
 PORTRAIT = {"B": 2, "H": 152, "W": 104, "T": 77}
 
@@ -74,15 +71,9 @@ def test_a_picture_has_the_tokens_that_its_run_had() -> None:
     assert lacking(picture, [long]) == [[long]]
     assert lacking(picture, [], [long]) == []
     assert lacking(picture, [long], [PORTRAIT]) == [[long]]
-
-
-def test_a_node_that_makes_the_latent_of_a_video_tells_its_length() -> None:
-    made = graph(latent_image=["video", 2])
-    made["video"] = {"class_type": "WanImageToVideo", "inputs": {
-        "width": 832, "height": 480, "length": 81, "batch_size": 1}}  # fmt: skip
-    assert asked_pictures(made, "engine", "model") == (Picture(832, 480, (2,), length=81),)
-    del made["video"]["inputs"]["length"]
-    assert asked_pictures(made, "engine", "model") == ()
+    made = [PORTRAIT, call(512, 512), PORTRAIT | {"B": 1}, long]
+    wanted = [[PORTRAIT, PORTRAIT | {"B": 1}], [call(512, 512)], [long]]
+    assert lacking([], made) == wanted, "sizes of one picture are one engine"
 
 
 def test_a_network_of_image_tokens_tells_what_lacks_without_telling_a_height() -> None:
@@ -102,11 +93,6 @@ def test_a_network_of_image_tokens_tells_what_lacks_without_telling_a_height() -
     assert lack() == [[{"B": 2, "N": 1024, "T": 9}], [{"B": 2, "N": 2048, "T": 9}]]
     assert lack({"B": 2, "N": 1024, "T": 300}) == [[{"B": 2, "N": 2048, "T": 9}]], "a prompt of another length"
     assert lack({"B": 1, "N": 1024, "T": 9}, {"B": 2, "N": 2048, "T": 9}) == [[{"B": 2, "N": 1024, "T": 9}]]
-
-
-def test_sizes_of_one_picture_are_one_engine_and_others_are_apart() -> None:
-    made = [PORTRAIT, call(512, 512), PORTRAIT | {"B": 1}, PORTRAIT | {"T": 154}]
-    assert lacking([], made) == [[PORTRAIT, PORTRAIT | {"B": 1}], [call(512, 512)], [PORTRAIT | {"T": 154}]]
 
 
 def graph(width: Any = 832, height: int = 1216, images: int = 1, **sampler: Any) -> dict[str, Any]:
@@ -141,6 +127,11 @@ def test_a_prompt_tells_its_pictures_with_the_batch_that_cfg_makes_of_them() -> 
     samplers["first"]["inputs"]["latent_image"] = ["sampler", 0]
     assert asked_pictures(graph(latent_image=["first", 0]) | samplers, "engine", "model") == (), "a ring"
     assert asked_pictures({"engine": None, "x": {"inputs": {"a": ["engine", 0]}}}, "engine", "model") == ()
+    video = graph(latent_image=["video", 2]) | {"video": {"class_type": "WanImageToVideo", "inputs": {
+        "width": 832, "height": 480, "length": 81, "batch_size": 1}}}  # fmt: skip
+    assert asked_pictures(video, "engine", "model") == (Picture(832, 480, (2,), length=81),)
+    del video["video"]["inputs"]["length"]
+    assert asked_pictures(video, "engine", "model") == ()
 
 
 def test_a_stream_tells_the_size_of_its_frames_and_both_networks_of_its_vae() -> None:
@@ -220,15 +211,11 @@ def built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Engi
     return build
 
 
-def given_for(net: NativeNetwork, sizes: dict[str, int]) -> dict[str, torch.Tensor]:
-    return sample_inputs(architecture_of(net.module).inputs(net.module, "float32"), sizes, 3)
-
-
 def test_one_more_size_stands_beside_the_others_and_nothing_is_lost_or_opened_again(
     built: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     net, opened = network("unet", "unlike_levels"), []
-    session = LiveSession(net, TORCH, "float32", Recorder())
+    session = opened_for(net)
 
     def open_live(_self: Any, engine: Engine, symbols: dict[str, int], _device: Any) -> Callable[..., tuple]:
         opened.append((engine.folder.name, symbols["T"]))
@@ -237,9 +224,7 @@ def test_one_more_size_stands_beside_the_others_and_nothing_is_lost_or_opened_ag
     monkeypatch.setattr(type(TORCH), "open_live", open_live)
 
     def run(sizes: dict[str, int]) -> str | None:
-        given = given_for(net, sizes)
-        with torch.inference_mode():
-            assert relative_error(session.run(given)["out"], native_call(net, given)[0]) <= 1e-5
+        assert error(session, net, given_for(net, 3, **sizes)) <= 1e-5
         return session.uncovered and session.uncovered.words
 
     assert run(A) == "64x64, 77 tokens"
@@ -299,5 +284,5 @@ def test_a_build_orders_what_is_lacking_and_anew_only_what_is_there_or_was_not_o
 
     monkeypatch.setattr(type(TORCH), "open_live", fails)
     with torch.inference_mode():
-        handle.session.run(given_for(net, B))
+        handle.session.run(given_for(net, 3, **B))
     assert orders() == [(B, second.manifest.identity.profile, True)], "the other one is left alone"

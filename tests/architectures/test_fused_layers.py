@@ -1,4 +1,4 @@
-"""Layers that take the same input are computed as one on live weights: fewer products, and the same as native."""
+"""Layers with one input are one product, and a hint is encoded outside of its engine: the same as native."""
 
 from __future__ import annotations
 
@@ -9,34 +9,17 @@ import slow
 import torch
 from comfy.ldm.modules.attention import BasicTransformerBlock
 from comfy.ldm.modules.diffusionmodules.openaimodel import ResBlock
-from fake_recorder import Recorder
-from hybrid_trt.architectures import architecture_of
-from hybrid_trt.architectures.families import ldm
+from hybrid_trt.architectures import ldm
 from hybrid_trt.architectures.fused_linear import FusedLinear, fuse
 from hybrid_trt.architectures.shapes import sample_inputs
-from hybrid_trt.backends import backends
-from hybrid_trt.backends.torch_inductor.session import LiveSession
 from hybrid_trt.comfy_model.network import NativeNetwork
+from hybrid_trt.engine_library import Reason, Unavailable
 from hybrid_trt.engine_library.engine import relative_error
-from small_networks import CPU, native_call, network, with_lora
+from live_sessions import error, given_for, opened
+from small_networks import CPU, HintEncoder, native_call, network, with_lora
 from torch.utils._python_dispatch import TorchDispatchMode
 
-SIZES = {"B": 2, "H": 9, "W": 12, "T": 77, "HB": 1}
 LAYOUTS = ["sd15_as_published", "sdxl_as_published", "unlike_levels"]
-
-
-def given_for(net: NativeNetwork, seed: int = 1) -> dict[str, torch.Tensor]:
-    return sample_inputs(architecture_of(net.module).inputs(net.module, "float32"), SIZES, seed)
-
-
-def opened(net: NativeNetwork) -> LiveSession:
-    return LiveSession(net, backends()["torch"], "float32", Recorder())
-
-
-def error(session: LiveSession, net: NativeNetwork, given: dict[str, torch.Tensor]) -> float:
-    with torch.inference_mode():
-        results = session.run(given).values()
-        return max(relative_error(r, n) for r, n in zip(results, native_call(net, given), strict=True))
 
 
 class Products(TorchDispatchMode):
@@ -166,3 +149,45 @@ def test_a_pass_that_ended_in_the_middle_leaves_nothing_for_the_next() -> None:
             assert relative_error(layers[name](given), expected[name](given)) <= 1e-6, name
         other = torch.randn(5, 4)
         assert relative_error(layers["c"](other), expected["c"](other)) <= 1e-6
+
+
+def hint_of(net: NativeNetwork, seed: int = 1, **sizes: int) -> torch.Tensor:
+    specs = [spec for spec in net.architecture().inputs(net.module, "float32") if spec.name == "hint"]
+    return sample_inputs(specs, {"HB": 1, "H": 9, "W": 12} | sizes, seed)["hint"]
+
+
+@pytest.mark.parametrize("sizes", [{}, {"H": 8, "W": 8}, {"HB": 2}])
+def test_the_encoded_hint_is_natives_bit_for_bit(sizes: dict[str, int]) -> None:
+    net = network("controlnet", "unlike_levels")
+    hint = hint_of(net, **sizes)
+    with torch.inference_mode():
+        assert torch.equal(HintEncoder(net)(hint), net.module.input_hint_block(hint, None, None))
+
+
+def test_the_encoder_holds_its_own_layers_only_and_takes_nothing_from_the_native_module() -> None:
+    net = network("controlnet", "unlike_levels")
+    encoder = HintEncoder(net)
+    with torch.inference_mode():
+        encoder(hint_of(net))
+    own = sum(p.numel() * p.element_size() for p in net.module.input_hint_block.parameters())
+    assert encoder.live._weights.bytes == own
+    assert sum(1 for name, _ in net.module.named_parameters() if name.startswith("input_hint_block.")) > 0
+    net.patcher.model.to("meta")  # ComfyUI may have the native weights anywhere by now
+    hint = hint_of(net, 2)
+    with torch.inference_mode():
+        assert encoder(hint).isfinite().all()
+
+
+def test_a_hint_of_another_form_is_refused_with_a_reason() -> None:
+    encoder = HintEncoder(network("controlnet", "unlike_levels"))
+    for shape in ((1, 4, 64, 64), (1, 3, 64)):
+        with pytest.raises(Unavailable) as refused:
+            encoder(torch.zeros(shape))
+        assert refused.value.fallback.reason is Reason.UNSUPPORTED_INPUT
+
+
+def test_a_lora_of_other_layers_changes_nothing() -> None:
+    plain = network("controlnet", "unlike_levels")
+    hint = hint_of(plain)
+    with torch.inference_mode():
+        assert torch.equal(HintEncoder(plain)(hint), HintEncoder(with_lora(plain))(hint))

@@ -86,7 +86,8 @@ def test_a_network_in_blocks_is_told_the_time_of_its_family_whatever_its_size(tm
     for seconds, family in ((19.0, "zimage"), (2.0, "zimage"), (90.0, "flux1")):
         manifest = replace(like, identity=replace(identity, architecture=family, weights=secrets.token_hex(32)),
                            parameters=int(6e9), seconds={"compile": seconds})  # fmt: skip
-        library.publish(library.building_folder(), manifest, record=trust.BUILT_HERE)
+        with library.building_folder() as work:
+            library.publish(work, manifest, record=trust.BUILT_HERE)
     told = expected(library, "unet", "zimage", "torch", "bfloat16", identity.device, int(6e9))
     assert told == 19.0, "the second one found compiled blocks"
 
@@ -95,7 +96,8 @@ def test_how_long_another_machine_built_says_nothing_about_this_one(tmp_path: Pa
     library, like = Library([tmp_path]), publish_engine(tmp_path / "another").manifest
     manifest = replace(like, parameters=10**6, seconds={"build": 300.0})
     for record, seconds in ((trust.Record(trust.REFUSED), None), (trust.BUILT_HERE, 300.0)):
-        library.publish(library.building_folder(), manifest, record=record)
+        with library.building_folder() as work:
+            library.publish(work, manifest, record=record)
         assert expected(library, "unet", "", "onnxruntime", "float16", "any", 10**6) == seconds, record
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from builds import small_network
+from comfy.model_patcher import ModelPatcher
 from hybrid_trt.architectures import architecture_of
 from hybrid_trt.architectures.shapes import sample_inputs
 from hybrid_trt.backends import backends
@@ -22,6 +23,8 @@ from hybrid_trt.engine_library import Library
 from hybrid_trt.engine_library.engine import relative_error
 from hybrid_trt.sampling.engine_status import status
 from hybrid_trt.sampling.report import report_text
+from live_sessions import error as live_error
+from live_sessions import opened
 from memory_fixtures import file, library
 from newer_attention import add_config, newer, set_model_optimized_attention
 from patched import LIMIT, PROFILE, Patched, load
@@ -58,27 +61,23 @@ def detail(patched: Patched) -> str:
     return found
 
 
-@pytest.mark.parametrize(
-    ("name", "backend"), [("pytorch", "torch"), ("split", "onnxruntime"), ("sub_quad", "onnxruntime")])
+@pytest.mark.parametrize(("name", "backend", "later"), [
+    ("pytorch", "torch", True), ("split", "onnxruntime", True), ("sub_quad", "onnxruntime", True),
+    ("split", "onnxruntime", False),  # as versions of ComfyUI in between have it
+])  # fmt: skip
 def test_who_chooses_exact_attention_keeps_the_engine(
-    newer: ModuleType, file: Path, library: Library, name: str, backend: str, exact: torch.Tensor
-) -> None:
+    file: Path, library: Library, name: str, backend: str, later: bool, exact: torch.Tensor,
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    if later:
+        attention = request.getfixturevalue("newer")
+    else:
+        from comfy.ldm.modules import attention
+
+        monkeypatch.setattr(
+            ModelPatcher, "set_model_optimized_attention", set_model_optimized_attention, raising=False)
     patched = Patched(load(file), library, backend)
-    assert error(sampled(patched, chosen(patched.model, newer, name)), exact) <= LIMIT
-    assert patched.counts == (STEPS, 0)
-
-
-def test_exact_attention_is_served_without_the_later_layers_too(
-    file: Path, library: Library, exact: torch.Tensor, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As versions of ComfyUI in between have it."""
-    from comfy.ldm.modules import attention
-    from comfy.model_patcher import ModelPatcher
-
-    monkeypatch.setattr(
-        ModelPatcher, "set_model_optimized_attention", set_model_optimized_attention, raising=False)
-    patched = Patched(load(file), library)
-    assert error(sampled(patched, chosen(patched.model, attention, "split")), exact) <= LIMIT
+    assert error(sampled(patched, chosen(patched.model, attention, name)), exact) <= LIMIT
     assert patched.counts == (STEPS, 0)
 
 
@@ -200,31 +199,6 @@ def said(patched: Patched) -> tuple[int, int]:
     return status(patched.handle).count(REMARK), report_text([patched.handle.stats]).count(REMARK)
 
 
-@pytest.mark.parametrize("backend", ["onnxruntime", "torch"])
-def test_an_engine_is_exact_where_comfyui_was_started_with_int8_attention_and_says_so(
-    newer: ModuleType, file: Path, library: Library, backend: str, exact: torch.Tensor, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with_a_switch(newer, monkeypatch)
-    assert error(sample(load(file)), exact) > 1e-4
-    patched = Patched(load(file), library, backend)
-    assert error(patched.sample(), exact) <= LIMIT
-    assert patched.counts == (STEPS, 0)
-    assert said(patched) == (1, 1)
-    with_a_switch(newer, monkeypatch, "split")
-    patched.sample()
-    assert said(patched) == (0, 0)
-
-
-def test_nothing_is_said_where_the_user_chose_exact_attention_for_the_model(
-    newer: ModuleType, file: Path, library: Library, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with_a_switch(newer, monkeypatch)
-    patched = Patched(chosen(load(file), newer, "pytorch"), library)
-    patched.sample()
-    assert patched.counts == (STEPS, 0)
-    assert said(patched) == (0, 0)
-
-
 def layer_of(model: Any) -> str:
     """The name of what one of the layers prefers."""
     return next(name for name, _ in model.model.named_modules() if name.endswith("attn1.comfy_attention"))
@@ -238,16 +212,35 @@ def preferring(model: Any, function: Callable) -> Any:
 
 
 @pytest.mark.parametrize("backend", ["onnxruntime", "torch"])
-def test_an_engine_is_exact_where_a_checkpoint_prefers_int8_attention_and_says_so(
-    newer: ModuleType, file: Path, library: Library, backend: str, exact: torch.Tensor
-) -> None:
-    int8 = newer.get_attention_function(INT8)
-    assert error(sample(preferring(load(file), int8)), exact) > 1e-5
-    patched = Patched(preferring(load(file), int8), library, backend)
-    assert any(key.endswith("comfy_attention.config") for key in patched.native.model.state_dict())
+@pytest.mark.parametrize("switch", [True, False], ids=["comfyui was started so", "a checkpoint prefers it"])
+def test_an_engine_is_exact_where_native_computes_int8_attention_and_says_so(
+    newer: ModuleType, file: Path, library: Library, backend: str, exact: torch.Tensor,
+    monkeypatch: pytest.MonkeyPatch, switch: bool,
+) -> None:  # fmt: skip
+    if switch:
+        with_a_switch(newer, monkeypatch)
+    own, native = ((load(file) if switch else preferring(load(file), newer.get_attention_function(INT8)))
+                   for _ in range(2))  # fmt: skip
+    assert error(sample(native), exact) > 1e-5
+    patched = Patched(own, library, backend)
+    assert switch or any(key.endswith("comfy_attention.config") for key in patched.native.model.state_dict())
     assert error(patched.sample(), exact) <= LIMIT
     assert patched.counts == (STEPS, 0)
     assert said(patched) == (1, 1)
+    if switch:
+        with_a_switch(newer, monkeypatch, "split")
+        patched.sample()
+        assert said(patched) == (0, 0)
+
+
+def test_nothing_is_said_where_the_user_chose_exact_attention_for_the_model(
+    newer: ModuleType, file: Path, library: Library, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with_a_switch(newer, monkeypatch)
+    patched = Patched(chosen(load(file), newer, "pytorch"), library)
+    patched.sample()
+    assert patched.counts == (STEPS, 0)
+    assert said(patched) == (0, 0)
 
 
 def test_a_preference_that_nobody_knows_is_natives(
@@ -317,14 +310,7 @@ def test_live_weights_of_later_layers_compute_what_native_does(newer: ModuleType
     net = network(kind, "unlike_levels")
     assert any(name.endswith("comfy_attention") for name, _ in net.module.named_modules())
     call = a_call(net)
-    session = backends()["torch"].session(net, [], "float32", None)
-    session.begin_run(net.patcher)
-    session.load()
-    session.sync_from(net, net.patcher)
-    with torch.inference_mode():
-        results = session.run(call, {}).values()
-        expected = native_call(net, call)
-    assert max(map(relative_error, results, expected)) <= 1e-5
+    assert live_error(opened(net), net, call) <= 1e-5
 
 
 @pytest.mark.slow

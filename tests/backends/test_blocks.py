@@ -29,7 +29,7 @@ from hybrid_trt.comfy_model.network import NativeNetwork
 from hybrid_trt.engine_builder import resources
 from hybrid_trt.engine_builder.build import build_engine, run_here
 from hybrid_trt.engine_builder.order import BuildOrder
-from hybrid_trt.engine_library import BuildError, Engine, Library, trust
+from hybrid_trt.engine_library import BuildError, Engine, Library, measurements, trust
 from hybrid_trt.engine_library.engine import relative_error
 from hybrid_trt.page_api import picture_fit
 from hybrid_trt.sessions import session as session_module
@@ -173,7 +173,7 @@ def test_the_first_call_of_a_machine_shows_whether_each_block_has_its_own_weight
 ) -> None:
     monkeypatch.setenv(trust.FOLDER_VARIABLE, str(tmp_path / "keys"))
     engine, plainly = engine_for(qwen, tmp_path), []
-    assert wiring.FIGURE not in trust.figures(engine)
+    assert wiring.FIGURE not in measurements.figures(engine)
 
     def called(own: Any) -> tuple[torch.Tensor, LiveSession]:
         session = LiveSession(qwen, TORCH, "float32")
@@ -187,13 +187,13 @@ def test_the_first_call_of_a_machine_shows_whether_each_block_has_its_own_weight
 
     swapped, broken = called(lambda weights: weights[::-1])
     assert "blocks together differ from the normal model" in broken.refusal
-    assert wiring.FIGURE not in trust.figures(engine)
+    assert wiring.FIGURE not in measurements.figures(engine)
     session_module._refused.clear()  # as in another process
     right, whole = called(list)
     assert torch.equal(swapped, whole.live.function(*sample_inputs(whole.live.inputs, CALL, seed=1).values())[0])
     assert relative_error(right, swapped) <= LIMIT
     assert (whole.refusal, in_use(whole).judge) == (None, None)
-    assert trust.figures(engine)[wiring.FIGURE] <= LIMIT
+    assert measurements.figures(engine)[wiring.FIGURE] <= LIMIT
     plainly.clear()
     assert relative_error(called(list)[0], swapped) <= LIMIT
     assert len(plainly) == 1, "it is not compared again"
@@ -207,10 +207,12 @@ def test_rounding_in_half_precision_refuses_no_engine_and_values_that_are_no_num
 ) -> None:
     like = publish_engine(tmp_path / "like").manifest
     manifest = replace(like, identity=replace(like.identity, precision=precision))
-    engine = Library([tmp_path]).publish(Library([tmp_path]).building_folder(), manifest, record=trust.BUILT_HERE)
+    library = Library([tmp_path])
+    with library.building_folder() as folder:
+        engine = library.publish(folder, manifest, record=trust.BUILT_HERE)
     with pytest.raises(wiring.Miswired) if refused else nullcontext():
         wiring.judge_of(engine)(error)
-    assert (trust.figures(engine).get(wiring.FIGURE) == error) is kept
+    assert (measurements.figures(engine).get(wiring.FIGURE) == error) is kept
 
 
 @COMPILES

@@ -79,17 +79,12 @@ def test_opening_copies_nothing_of_what_it_has_read(file: Path, monkeypatch: pyt
     assert_computes_the_same(opened_files.open_file(file))
 
 
+@pytest.mark.parametrize("found", [("two", "things"), (None, {1: "kernel"}, {})],
+                         ids=["other files", "kernels that have to be put in their place"])  # fmt: skip
 def test_where_torch_keeps_its_files_otherwise_it_opens_them_itself(
-    file: Path, monkeypatch: pytest.MonkeyPatch
+    file: Path, found: tuple, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(opened_files, "pickle", SimpleNamespace(loads=lambda _: ("two", "things")))
-    assert_computes_the_same(opened_files.open_file(file))
-
-
-def test_kernels_that_have_to_be_put_in_their_place_are_left_to_torch(
-    file: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(opened_files, "pickle", SimpleNamespace(loads=lambda _: (None, {1: "kernel"}, {})))
+    monkeypatch.setattr(opened_files, "pickle", SimpleNamespace(loads=lambda _: found))
     assert_computes_the_same(opened_files.open_file(file))
 
 
@@ -97,13 +92,13 @@ def test_a_damaged_file_is_refused(file: Path, tmp_path: Path) -> None:
     data = file.read_bytes()[4:]
     other = data[:-1] + bytes([data[-1] ^ 1])
     path = tmp_path / "other.bin"
-    path.write_bytes(checksum(data) + other)
+    path.write_bytes(zlib.crc32(data).to_bytes(4, "big") + other)  # the prefix that torch puts before all else
     with pytest.raises(RuntimeError):
         opened_files.open_file(path)
 
 
 def test_opening_reads_none_of_the_sources_of_torch(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An engine is refused by torch's version, see ``test_compiled_trust``."""
+    """An engine is refused by torch's version, see ``test_fleet_key``."""
     from torch._inductor import codecache
 
     monkeypatch.setattr(codecache, "torch_key", lambda: pytest.fail("all of torch's sources are hashed"))
@@ -120,8 +115,3 @@ def test_a_file_that_was_opened_is_not_opened_again_in_this_process(
     assert_computes_the_same(opened)
     with pytest.raises(pytest.fail.Exception, match="opened again"):
         opened_files.open_contents(file.read_bytes() + b" ", cpu)
-
-
-def checksum(data: bytes) -> bytes:
-    """The prefix that torch puts before all else that it keeps."""
-    return zlib.crc32(data).to_bytes(4, "big")

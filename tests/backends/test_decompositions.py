@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import pytest
 import torch
 from hybrid_trt.backends.torch_inductor import inductor_tuning
@@ -48,15 +51,9 @@ def test_a_norm_far_from_zero_loses_no_more_than_its_input_was_rounded_by(
 ) -> None:
     noise = torch.randn(2, 64, 64, 32, generator=torch.Generator().manual_seed(4))
     x = (noise * deviation + mean).to(dtype).to(memory_format=torch.channels_last)
-    result, *_ = inductor_tuning.group_norm_in_parts(x, None, None, 2, 64, 2048, 8, 1e-5)
+    result, *_ = inductor_tuning.group_norm_in_parts(x, None, None, 2, 64, 2048, 8, 1e-5)  # no weight, no bias
     exact = torch.nn.functional.group_norm(x.double(), 8, eps=1e-5)
     assert (result.double() - exact).abs().max() <= max(torch.finfo(dtype).eps, 2e-5) * max(exact.abs().max(), 1)
-
-
-def test_a_group_norm_without_weight_and_bias_is_torchs() -> None:
-    x = image(2, 64, 32, 32)
-    result, *_ = inductor_tuning.group_norm_in_parts(x, None, None, 2, 64, 1024, 4, 1e-6)
-    assert torch.allclose(result, torch.nn.functional.group_norm(x, 4, eps=1e-6), atol=1e-5)
 
 
 def test_parts_divide_the_pixels_and_are_no_larger_than_one_program_sums() -> None:
@@ -81,52 +78,46 @@ def test_a_norm_is_written_out_only_where_that_is_faster(
     assert (aten.native_group_norm.default not in operations(graph)) is parts
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-def test_every_number_of_half_precision_has_its_gelu(dtype: torch.dtype) -> None:
-    numbers = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype)
-    finite = numbers[numbers.isfinite()]
-    result = inductor_tuning.gelu_by_a_power(finite)
-    exact = torch.nn.functional.gelu(finite.double())
-    rounding = torch.finfo(dtype).eps / 2
-    assert result.dtype == dtype
-    assert torch.allclose(result.double(), exact, rtol=1.02 * rounding, atol=3e-7)
-    assert inductor_tuning.gelu_by_a_power(numbers[numbers.isnan()]).isnan().all()
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-def test_every_number_of_half_precision_has_its_silu(dtype: torch.dtype) -> None:
-    numbers = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype)
-    finite = numbers[numbers.isfinite()]
-    result = inductor_tuning.silu_by_a_root(finite)
-    exact = torch.nn.functional.silu(finite.double())
-    assert result.dtype == dtype
-    assert torch.allclose(result.double(), exact, rtol=1.02 * torch.finfo(dtype).eps / 2, atol=6e-8)
-    for number in (numbers[numbers.isnan()], torch.tensor([-torch.inf, torch.inf]).to(dtype)):
-        expected = torch.nn.functional.silu(number.float())
-        assert torch.equal(inductor_tuning.silu_by_a_root(number).float().nan_to_num(9), expected.nan_to_num(9))
-
-
-@pytest.mark.parametrize(("dtype", "root"), [(torch.bfloat16, True), (torch.float32, False)], ids=str)
-def test_a_silu_is_written_out_in_half_precision_alone(dtype: torch.dtype, root: bool) -> None:
-    found = operations(traced(lambda x: torch.nn.functional.silu(x), torch.randn(8).to(dtype)))
-    assert (aten.rsqrt.default in found) is root
-    assert (aten.silu.default in found) is not root
-
-
-@pytest.mark.parametrize(
-    ("dtype", "how", "power"),
-    [(torch.float16, "none", True), (torch.float32, "none", False), (torch.float16, "tanh", False)],
-    ids=["half", "float32", "by tanh"],
-)
-def test_a_gelu_is_written_out_only_where_rounding_hides_the_difference(
-    dtype: torch.dtype, how: str, power: bool
-) -> None:
-    graph = traced(lambda x: torch.nn.functional.gelu(x, approximate=how), torch.randn(8).to(dtype))
-    assert (aten.exp2.default in operations(graph)) is power
-    assert (aten.gelu.default in operations(graph)) is not power
-
-
 HALVES = pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+
+
+@HALVES
+@pytest.mark.parametrize(("ours", "torchs", "least"), [
+    (inductor_tuning.gelu_by_a_power, torch.nn.functional.gelu, 3e-7),
+    (inductor_tuning.silu_by_a_root, torch.nn.functional.silu, 6e-8)], ids=["gelu", "silu"])  # fmt: skip
+def test_every_number_of_half_precision_has_its_gelu_and_its_silu(
+    ours: Callable, torchs: Callable, least: float, dtype: torch.dtype
+) -> None:
+    numbers = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype)
+    finite = numbers[numbers.isfinite()]
+    result = ours(finite)
+    assert result.dtype == dtype
+    assert torch.allclose(result.double(), torchs(finite.double()), rtol=1.02 * torch.finfo(dtype).eps / 2, atol=least)
+    assert ours(numbers[numbers.isnan()]).isnan().all()
+    if torchs is torch.nn.functional.silu:
+        ends = torch.tensor([-torch.inf, torch.inf]).to(dtype)
+        assert torch.equal(ours(ends).float().nan_to_num(9), torchs(ends.float()).nan_to_num(9))
+
+
+def linear(x: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.linear(x[None, :], x.expand(4, -1), x[:4])
+
+
+@pytest.mark.parametrize(("function", "dtype", "written", "theirs", "ours"), [
+    *((torch.nn.functional.silu, dtype, dtype is not torch.float32, aten.silu.default, aten.rsqrt.default)
+      for dtype in (torch.bfloat16, torch.float32)),
+    *((torch.nn.functional.gelu, dtype, dtype is not torch.float32, aten.gelu.default, aten.exp2.default)
+      for dtype in (torch.float16, torch.float32)),
+    (partial(torch.nn.functional.gelu, approximate="tanh"), torch.float16, False, aten.gelu.default, aten.exp2.default),
+    *((linear, dtype, dtype is not torch.float32, aten.addmm.default, aten.mm.default)
+      for dtype in (torch.float16, torch.bfloat16, torch.float32)),
+])  # fmt: skip
+def test_a_silu_a_gelu_and_a_bias_are_written_out_only_where_rounding_hides_the_difference(
+    function: Callable, dtype: torch.dtype, written: bool, theirs: object, ours: object
+) -> None:
+    found = operations(traced(lambda x: function(x), torch.randn(8).to(dtype)))
+    assert (ours in found) is written
+    assert (theirs in found) is not written
 
 
 @HALVES
@@ -139,16 +130,6 @@ def test_a_product_and_then_its_bias_are_torchs(dtype: torch.dtype) -> None:
     exact = aten.addmm(*(t.double() for t in given))
     assert result.dtype == dtype
     assert (result.double() - exact).abs().max() <= torch.finfo(dtype).eps * exact.abs().max()
-
-
-@pytest.mark.parametrize(
-    ("dtype", "apart"), [(torch.float16, True), (torch.bfloat16, True), (torch.float32, False)], ids=str
-)
-def test_a_bias_is_added_after_a_product_of_half_precision_alone(dtype: torch.dtype, apart: bool) -> None:
-    given = [torch.randn(shape).to(dtype) for shape in ((2, 5, 16), (8, 16), (8,))]
-    found = operations(traced(torch.nn.functional.linear, *given))
-    assert (aten.mm.default in found) is apart
-    assert (aten.addmm.default in found) is not apart
 
 
 def test_a_product_with_factors_stays_as_it_is() -> None:
@@ -195,18 +176,14 @@ def test_the_kernels_of_a_convolution_of_few_pixels_are_not_copied() -> None:
 @pytest.mark.parametrize(
     ("size", "kernel", "named"),
     [((16, 17), 3, {}), ((8, 8), 1, {"padding": [0, 0]}), ((8, 8), 3, {"dilation": [2, 2]}), ((8, 8), 3, {"groups": 2}),
-     ((8, 8), 3, {"transposed": True})],
-    ids=["more pixels", "of one pixel", "dilated", "in groups", "transposed"],
+     ((8, 8), 3, {"transposed": True}), ((8, 8), 3, {"dtype": torch.float32})],
+    ids=["more pixels", "of one pixel", "dilated", "in groups", "transposed", "full precision"],
 )  # fmt: skip
 def test_other_convolutions_are_left_to_cudnn(size: tuple[int, int], kernel: int, named: dict) -> None:
-    wide = 6 if "groups" in named else 12
-    x, weight = image(1, 12, *size, dtype=torch.float16), image(12, wide, kernel, kernel, dtype=torch.float16)
+    named = dict(named)
+    wide, dtype = 6 if "groups" in named else 12, {"dtype": named.pop("dtype", torch.float16)}
+    x, weight = image(1, 12, *size, **dtype), image(12, wide, kernel, kernel, **dtype)
     assert inductor_tuning.convolution_of_few_pixels(*convolution(x, weight, None, **named)) is NotImplemented
-
-
-def test_a_convolution_in_full_precision_is_left_to_cudnn() -> None:
-    given = convolution(image(1, 12, 8, 8), image(12, 12, 3, 3), None)
-    assert inductor_tuning.convolution_of_few_pixels(*given) is NotImplemented
 
 
 def joined(device: str) -> torch.fx.GraphModule:
@@ -231,10 +208,7 @@ def test_channels_put_together_lie_on_a_gpu_as_convolutions_read_them() -> None:
     assert multiplied.args[0] is reader
     a, b = (torch.randn(2, channels, 8, 8) for channels in (4, 8))
     assert torch.equal(graph(a, b), torch.cat([a, b], 1) * 2)
-
-
-def test_channels_put_together_on_a_cpu_stay_as_they_are() -> None:
-    graph = joined("cpu")
-    before = str(graph.graph)
-    inductor_tuning.keep_channels_last(graph)
-    assert str(graph.graph) == before
+    on_cpu = joined("cpu")
+    before = str(on_cpu.graph)
+    inductor_tuning.keep_channels_last(on_cpu)
+    assert str(on_cpu.graph) == before, "there they stay as they are"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,7 +20,6 @@ from hybrid_trt.backends.tensorrt.version8.backend import BACKEND as VERSION8
 from hybrid_trt.backends.tensorrt.version8.runner import Version8Engine
 from hybrid_trt.comfy_model.network import NativeNetwork
 from hybrid_trt.engine_builder import build as builder
-from hybrid_trt.engine_builder import resources
 from hybrid_trt.engine_builder.jobs import BuildQueue
 from hybrid_trt.engine_library import EngineQuery, Reason
 from hybrid_trt.engine_library.library import _rank
@@ -31,13 +29,13 @@ from hybrid_trt.page_api import node_states, picture_fit
 from hybrid_trt.page_api.node_states import NodeStates
 from hybrid_trt.page_api.outlook import NodeRequest
 from hybrid_trt.sampling.call_stats import ever_uncovered
+from hybrid_trt.sampling.engine_handle import EngineHandle
 from hybrid_trt.sampling.engine_status import lacks_engine, requested_calls, status
 from hybrid_trt.sampling.report import report_text
 from hybrid_trt.sessions.session import refuse
-from one_size import BEST, OF_PORTRAIT, PORTRAIT, PROFILE, build, handle_of, of_one_size, only, serve
+from one_size import BEST, OF_PORTRAIT, PORTRAIT, PROFILE, build, built_for, handle_of, of_one_size, only, serve
 from small_networks import network
 
-MEASURED = Path(__file__).resolve().parents[2] / "benchmarks" / "results" / "tensorrt86_h200.json"
 ORT, FULL = backends()["onnxruntime"], backends()["tensorrt"]
 
 __all__ = ["of_one_size"]  # a fixture
@@ -46,6 +44,13 @@ __all__ = ["of_one_size"]  # a fixture
 @pytest.fixture(params=slow.cases({"unet": "unet", "controlnet": "controlnet"}, ["controlnet"]))
 def net(request: pytest.FixtureRequest) -> NativeNetwork:
     return network(request.param, "unlike_levels")
+
+
+def page_state(handle: EngineHandle, *pictures: Picture) -> dict[str, Any]:
+    """What the page tells of a node."""
+    states = NodeStates(handle.library, BuildQueue())
+    states.learn("key", handle)
+    return states.state("key", NodeRequest("unet", handle.network.label, False, "onnxruntime", pictures=pictures))
 
 
 def test_tensorrt_8_alone_builds_for_one_size() -> None:
@@ -65,28 +70,14 @@ def test_the_package_that_is_installed_says_which_version_serves(
     assert version8.is_installed() is ours
 
 
-def test_its_builds_want_the_main_memory_that_they_were_measured_to_take() -> None:
-    figures = json.loads(MEASURED.read_text())
-    peaks = [(row["case"], row["tensorrt_peak_host_gb"]) for row in figures["builds"] if "tensorrt_peak_host_gb" in row]
-    peaks += [("controlnet", row["peak_host_gb"]) for row in figures["of_several_sizes"] if "peak_host_gb" in row]
-    assert len(peaks) == 4
-    for case, peak in peaks:
-        weights = 722_600_000 if "controlnet" in case else 1_719_000_000  # mapped, and part of what was measured
-        for backend, enough in ((VERSION8, True), (FULL, False)):
-            needed = resources.needed_bytes(backend, weights)
-            assert (needed >= peak * 1e9 - weights) is enough, (case, backend)
-
-
 @pytest.mark.parametrize(("pictures", "sizes"), slow.cases(
     {"square": ((), BEST), "portrait": ((PORTRAIT,), OF_PORTRAIT)}, ["square"]))
 def test_an_engine_is_for_the_graphs_picture_and_other_sizes_are_natives(
     net: NativeNetwork, pictures: tuple, sizes: dict[str, int], tmp_path: Path
 ) -> None:
-    handle = handle_of(net, tmp_path, *pictures)
-    engine = build(handle)
+    handle, (engine,) = built_for(net, tmp_path, pictures)
     profile = engine.manifest.identity.profile
     assert profile == only({s: n for s, n in sizes.items() if s in profile.ranges})
-    handle.refresh()
     assert not lacks_engine(handle), "there is no larger engine to be had"
     assert "smaller" not in status(handle)
 
@@ -99,13 +90,8 @@ def test_an_engine_is_for_the_graphs_picture_and_other_sizes_are_natives(
 
 
 def test_a_node_with_such_an_engine_is_ready_and_asks_for_no_larger_one(tmp_path: Path) -> None:
-    handle = handle_of(network("unet", "unlike_levels"), tmp_path, PORTRAIT)
-    build(handle)
-    handle.refresh()
-    states = NodeStates(handle.library, BuildQueue())
-    states.learn("key", handle)
-    wish = NodeRequest("unet", handle.network.label, False, "onnxruntime", pictures=(PORTRAIT,))
-    state = states.state("key", wish)
+    handle, _ = built_for(network("unet", "unlike_levels"), tmp_path, (PORTRAIT,))
+    state = page_state(handle, PORTRAIT)
     assert state["state"] == "ready"
     assert state["engine"]["covers"]
     assert state["engine"]["profile"] == "batch 2, 96 x 128 px, 77 tokens"
@@ -113,9 +99,7 @@ def test_a_node_with_such_an_engine_is_ready_and_asks_for_no_larger_one(tmp_path
 
 
 def test_a_backend_that_was_never_tried_says_so_on_the_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    handle = handle_of(network("unet", "unlike_levels"), tmp_path)
-    build(handle)
-    handle.refresh()
+    handle, _ = built_for(network("unet", "unlike_levels"), tmp_path, ())
     assert "experimental" not in status(handle)
     monkeypatch.setattr(type(ORT), "notice", FULL.notice)
     assert "onnxruntime is experimental: never run on a GPU by us" in status(handle)
@@ -142,15 +126,13 @@ def test_a_graph_whose_picture_has_no_engine_is_not_said_to_be_all_on_engines(
     handle = handle_of(NativeNetwork.of_model(native, "unet"), tmp_path)
     said = TRTSamplerPatch.execute(native, handle).ui
     assert said["native"] == [True], "there is no engine"
-    build(handle)
-    handle.refresh()
+    handle, _ = built_for(handle.network, tmp_path, ())
     assert TRTSamplerPatch.execute(native, handle).ui["native"] == [False]
     portrait = handle_of(handle.network, tmp_path, PORTRAIT)
     said = TRTSamplerPatch.execute(native, portrait).ui
     assert said["native"] == [True]
     assert "Each engine takes one size: pictures of other sizes run at normal speed" in said["text"][0]
-    build(portrait)
-    portrait.refresh()
+    portrait, _ = built_for(handle.network, tmp_path, (PORTRAIT,))
     assert TRTSamplerPatch.execute(native, portrait).ui["native"] == [False]
 
 
@@ -175,14 +157,8 @@ def test_all_pictures_of_a_graph_are_built_for_and_only_what_lacks(tmp_path: Pat
 
 
 def test_the_page_tells_of_all_engines_of_a_node(tmp_path: Path) -> None:
-    net = network("unet", "unlike_levels")
-    build(handle_of(net, tmp_path))
-    handle = handle_of(net, tmp_path, PORTRAIT)
-    build(handle)
-    handle.refresh()
-    states = NodeStates(handle.library, BuildQueue())
-    states.learn("key", handle)
-    found = states.state("key", NodeRequest("unet", handle.network.label, False, "onnxruntime"))["engine"]
+    handle, _ = built_for(network("unet", "unlike_levels"), tmp_path, (), (PORTRAIT,))
+    found = page_state(handle)["engine"]
     assert found["covers"]
     assert found["profile"] == "batch 2, 96 x 128 px, 77 tokens; batch 2, 64 px, 77 tokens"
     assert len(found["names"]) == 2
@@ -194,10 +170,8 @@ def test_the_page_tells_of_all_engines_of_a_node(tmp_path: Path) -> None:
 def test_a_longer_prompt_gets_an_engine_of_its_own_after_the_run_that_showed_it(
     net: NativeNetwork, pictures: tuple, tmp_path: Path
 ) -> None:
-    handle = handle_of(net, tmp_path, *pictures)
     usual = OF_PORTRAIT if pictures else BEST
-    build(handle)
-    handle.refresh()
+    handle, _ = built_for(net, tmp_path, pictures)
     before = ever_uncovered()
     for tokens in (154, 154, 308):
         assert serve(handle, {**usual, "T": tokens}) == (False, 0.0)
@@ -219,9 +193,7 @@ def test_a_longer_prompt_gets_an_engine_of_its_own_after_the_run_that_showed_it(
 
 
 def test_of_many_sizes_in_one_run_those_of_most_calls_get_engines(tmp_path: Path) -> None:
-    handle = handle_of(network("unet", "unlike_levels"), tmp_path)
-    build(handle)
-    handle.refresh()
+    handle, _ = built_for(network("unet", "unlike_levels"), tmp_path, ())
     calls = {154: 3, 231: 2}
     for tokens, count in {**calls, 77: 1}.items():
         for _ in range(count):
@@ -235,19 +207,15 @@ def test_the_page_offers_to_build_for_what_ran_native_and_knows_the_pictures_tha
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     net = network("unet", "unlike_levels")
-    handle = handle_of(net, tmp_path, PORTRAIT)
-    build(handle)
-    handle.refresh()
+    handle, _ = built_for(net, tmp_path, (PORTRAIT,))
     serve(handle, {**OF_PORTRAIT, "T": 154})
     (told,) = [record.getMessage() for record in caplog.records if "ran at normal speed" in record.getMessage()]
     assert told.endswith("Same picture, normal speed; build again for 96x128, 154 tokens.")
     (lacking,) = node_states._uncovered([handle.stats])
     assert lacking == {"size": "96x128, 154 tokens", "graph": False, "native": True, "count": 1}
-    states = NodeStates(handle.library, BuildQueue())
-    states.learn("key", handle)
     pictures = (PORTRAIT, Picture(64, 96, (2,), 1))
+    found = page_state(handle, *pictures)
     wish = NodeRequest("unet", handle.network.label, False, "onnxruntime", pictures=pictures)
-    found = states.state("key", wish)
     assert found["engine"]["covers"]
     assert (found["misfit"], found["uncompiled"]) == (None, {"width": 64, "height": 96, "images": 1})
     family, engines = net.architecture().name, handle.session.engines
@@ -261,14 +229,11 @@ def test_an_engine_of_the_best_size_counts_as_all_that_is_wanted(tmp_path: Path)
     made = engine.manifest.identity
     wider = Profile({"B": Range(1, 2, 9)})
     wanted = EngineQuery(made.architecture, [made.weights], made.precision, wider, [made.backend])
-    _slow, not_covered, *_ = _rank(engine, wanted, None)
+    not_covered, *_ = _rank(engine, wanted, None)
     assert not_covered
     assert lookup._covers(ORT, engine, wanted)
-
-
-def test_auto_asks_for_what_the_node_says(tmp_path: Path) -> None:
     handle = handle_of(network("unet", "unlike_levels"), tmp_path, PORTRAIT, backend=AUTO)
-    assert lookup.wanted_profile(handle.network, handle.choice) == PROFILE
+    assert lookup.wanted_profile(handle.network, handle.choice) == PROFILE, "auto asks for what the node says"
 
 
 def test_version_8_takes_weights_where_they_are() -> None:

@@ -11,13 +11,11 @@ import torch
 from comfy.model_patcher import ModelPatcher
 from comfy.ops import mixed_precision_ops
 from comfy.quant_ops import QuantizedTensor
-from hybrid_trt.backends import AUTO, backends
+from hybrid_trt.backends import AUTO
 from hybrid_trt.comfy_model.network import NativeNetwork
 from hybrid_trt.comfy_model.snapshot import _known_class
-from hybrid_trt.engine_builder.build import build_engine
 from hybrid_trt.engine_builder.command_line import main as command_line
 from hybrid_trt.engine_builder.jobs import BuildQueue
-from hybrid_trt.engine_builder.order import BuildOrder
 from hybrid_trt.engine_library import BuildError, Library, Reason, Unavailable
 from hybrid_trt.nodes import building
 from hybrid_trt.page_api.node_states import NodeStates
@@ -78,13 +76,6 @@ def test_the_page_says_so_and_the_build_button_changes_nothing(
     assert "quantised layers" in state["text"]
     assert handle.fallback.reason is Reason.UNSUPPORTED_MODEL
     assert submitted == []
-
-
-def test_a_build_is_refused(quantised: ModelPatcher, tmp_path: Path) -> None:
-    net = NativeNetwork.of_model(quantised, "a.safetensors")
-    order = BuildOrder(net, net.precision, PROFILE, backends()["onnxruntime"])
-    with pytest.raises(Unavailable, match=r"a\.safetensors has .*quantised layers"):
-        build_engine(order, Library([tmp_path]), lambda *_: None)
 
 
 def test_the_command_line_says_so_in_a_sentence(

@@ -27,7 +27,7 @@ from hybrid_trt.engine_builder.build import build_engine
 from hybrid_trt.engine_builder.order import BuildOrder
 from hybrid_trt.engine_library import Library
 from hybrid_trt.engine_library.engine import relative_error
-from quantised import FORMATS, plain_fp8, quantised
+from quantised import FAST, FORMATS, made
 from small_networks import native_call
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no NVIDIA GPU")]
@@ -38,15 +38,13 @@ LAYOUT = "inpainting_channels"
 SIZES = {"B": 2, "H": 64, "W": 64, "T": 77}
 ON_HOPPER = frozenset({"nvfp4", "mxfp8"})
 """Formats that ComfyUI dequantises on such a GPU."""
-FAST = "fp8_e4m3fn_fast"
-"""Plain weights that ComfyUI multiplies in fp8."""
 THERE = [name for name in FORMATS if name != "fp8 e5m2"] + [FAST]
 """Formats that ComfyUI itself can run: torch multiplies no two matrices in e5m2."""
 
 
 def on_gpu(name: str) -> NativeNetwork:
     torch.zeros(1, device=GPU)  # ComfyUI reads torch's statistics, which are empty before
-    net = plain_fp8(LAYOUT, HALF, fast=True) if name == FAST else quantised("unet", LAYOUT, name, HALF, ON_HOPPER)
+    net = made("unet", name, LAYOUT, HALF, ON_HOPPER)
     net.patcher.load_device = GPU
     return NativeNetwork(net.patcher, net.module, net.prefix, HALF, name, net.role)
 

@@ -92,18 +92,17 @@ def test_a_launcher_that_is_written_without_us_gets_tensors_always(
     assert any(arg is x for arg in kernel.launches[0])
 
 
-def test_launchers_are_changed_once(recording: list[bool]) -> None:
+@pytest.mark.parametrize("allocator", ["cudaMallocAsync", "native"])
+def test_launchers_are_changed_once_and_stay_without_cuda_malloc_async(
+    allocator: str, recording: list[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = CompileResult._gen_launcher_code
+    monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: allocator)
     compiled.let_kernels_be_recorded()
     ours = CompileResult._gen_launcher_code
+    assert (ours is before) is (allocator == "native")
     compiled.let_kernels_be_recorded()
     assert CompileResult._gen_launcher_code is ours
-
-
-def test_without_cuda_malloc_async_launchers_stay(recording: list[bool], monkeypatch: pytest.MonkeyPatch) -> None:
-    before = CompileResult._gen_launcher_code
-    monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "native")
-    compiled.let_kernels_be_recorded()
-    assert CompileResult._gen_launcher_code is before
 
 
 @pytest.mark.parametrize("lacks", ["the class", "its method"])

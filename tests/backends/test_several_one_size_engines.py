@@ -15,13 +15,13 @@ from hybrid_trt.backends import backends
 from hybrid_trt.backends.tensorrt.version8.backend import MOST_OPEN
 from hybrid_trt.comfy_model.network import NativeNetwork
 from hybrid_trt.engine_builder import build as builder
-from hybrid_trt.engine_library import Library, Reason
+from hybrid_trt.engine_library import Engine, Library, Reason
 from hybrid_trt.engine_library.engine import relative_error
 from hybrid_trt.nodes import building
 from hybrid_trt.sampling.engine_status import status
 from hybrid_trt.sessions.choice import with_live_fallback
 from hybrid_trt.sessions.session import refusal_of
-from one_size import BEST, OF_PORTRAIT, PORTRAIT, build, handle_of, of_one_size, serve
+from one_size import BEST, OF_PORTRAIT, PORTRAIT, built_for, handle_of, of_one_size, serve
 from small_networks import native_call, network
 
 import sampling
@@ -34,11 +34,12 @@ def net(request: pytest.FixtureRequest) -> NativeNetwork:
     return network(request.param, "unlike_levels")
 
 
+def damage(engine: Engine) -> None:
+    main_file(engine).write_bytes(bytes(main_file(engine).stat().st_size))
+
+
 def test_a_node_serves_all_sizes_that_it_has_engines_for(net: NativeNetwork, tmp_path: Path) -> None:
-    build(handle_of(net, tmp_path))
-    handle = handle_of(net, tmp_path, PORTRAIT)
-    build(handle)
-    handle.refresh()
+    handle, _ = built_for(net, tmp_path, (), (PORTRAIT,))
     assert "batch 2, 96 x 128 px, 77 tokens; batch 2, 64 px, 77 tokens" in status(handle)
     names = []
     for sizes in (OF_PORTRAIT, BEST, OF_PORTRAIT, BEST):
@@ -59,10 +60,7 @@ def test_with_live_weights_behind_them_each_engine_serves_its_size_and_one_that_
     tmp_path: Path,
 ) -> None:
     net = network("unet", "unlike_levels")
-    build(handle_of(net, tmp_path))
-    handle = handle_of(net, tmp_path, PORTRAIT)
-    portrait = build(handle)
-    handle.refresh()
+    handle, (_, portrait) = built_for(net, tmp_path, (), (PORTRAIT,))
     live = backends()["torch"].session(net, [], "float32", None)
     session = with_live_fallback(handle.session, live, net)
 
@@ -82,7 +80,7 @@ def test_with_live_weights_behind_them_each_engine_serves_its_size_and_one_that_
     found = backends_of(OF_PORTRAIT, BEST, {**BEST, "W": 10}, BEST)
     assert found == ["onnxruntime", "onnxruntime", "torch", "onnxruntime"]
     session.unload()
-    main_file(portrait).write_bytes(bytes(main_file(portrait).stat().st_size))
+    damage(portrait)
     assert backends_of(BEST, OF_PORTRAIT, BEST) == ["onnxruntime", "torch", "onnxruntime"]
     assert backends_of(BEST, OF_PORTRAIT) == ["onnxruntime", "torch"]
     assert [engine for engine in session.engines if refusal_of(engine) is not None] == [portrait]
@@ -96,12 +94,9 @@ def test_with_live_weights_behind_them_each_engine_serves_its_size_and_one_that_
 @pytest.mark.parametrize("first", [True, False], ids=["of the node's own size", "of another"])
 def test_one_that_is_damaged_leaves_the_others_in_service_by_name_too(first: bool, tmp_path: Path) -> None:
     net = network("unet", "unlike_levels")
-    square = build(handle_of(net, tmp_path))
-    handle = handle_of(net, tmp_path, PORTRAIT)
-    portrait = build(handle)
-    handle.refresh()
+    handle, (square, portrait) = built_for(net, tmp_path, (), (PORTRAIT,))
     damaged, its_calls, others = (portrait, OF_PORTRAIT, BEST) if first else (square, BEST, OF_PORTRAIT)
-    main_file(damaged).write_bytes(bytes(main_file(damaged).stat().st_size))
+    damage(damaged)
     with patched_models.sampling_node():
         handle.plan()
         handle.open()  # as ComfyUI does before it samples
@@ -128,11 +123,9 @@ def test_one_that_is_damaged_leaves_the_others_in_service_by_name_too(first: boo
 
 def test_where_all_are_damaged_the_run_is_natives(tmp_path: Path) -> None:
     net = network("unet", "unlike_levels")
-    handles = [handle_of(net, tmp_path), handle_of(net, tmp_path, PORTRAIT)]
-    for engine in map(build, handles):
-        main_file(engine).write_bytes(bytes(main_file(engine).stat().st_size))
-    handle = handles[1]
-    handle.refresh()
+    handle, engines = built_for(net, tmp_path, (), (PORTRAIT,))
+    for engine in engines:
+        damage(engine)
     with patched_models.sampling_node():
         handle.plan()
         handle.open()
@@ -163,9 +156,8 @@ def test_the_second_pass_of_a_workflow_at_another_size_runs_on_its_own_engine(
 def test_no_more_engines_of_a_network_are_open_than_a_workflow_uses(tmp_path: Path) -> None:
     net = network("unet", "unlike_levels")
     all_sizes = [BEST, OF_PORTRAIT, {**BEST, "H": 12, "W": 16}]
-    for sizes in all_sizes:
-        build(handle_of(net, tmp_path, Picture(8 * sizes["W"], 8 * sizes["H"], (2, 1))))
-    handle = handle_of(net, tmp_path)
+    handle, _ = built_for(net, tmp_path, *(
+        (Picture(8 * sizes["W"], 8 * sizes["H"], (2, 1)),) for sizes in all_sizes))  # fmt: skip
     session = handle.session
     for sizes in all_sizes:
         assert serve(handle, sizes)[0]
@@ -182,10 +174,9 @@ def test_no_more_engines_of_a_network_are_open_than_a_workflow_uses(tmp_path: Pa
 def test_two_nodes_that_name_the_same_engines_in_another_order_hold_their_memory_once(tmp_path: Path) -> None:
     net = network("unet", "unlike_levels")
     portrait, square = handle_of(net, tmp_path, PORTRAIT), handle_of(net, tmp_path)
-    for handle in (portrait, square):
-        build(handle)
-    for handle in (portrait, square):
-        handle.refresh()
+    built_for(net, tmp_path, (PORTRAIT,), ())
+    portrait.refresh()
+    square.refresh()
     assert portrait.session is not square.session
     assert portrait.session.engines == square.session.engines[::-1]
     assert portrait.patcher.is_clone(square.patcher)

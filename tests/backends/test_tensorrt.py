@@ -134,30 +134,34 @@ def test_a_tensorrt_that_cannot_stream_builds_by_way_of_memory(
     assert weights <= (request_here.folder / name).stat().st_size <= 1.2 * weights + 20e6
 
 
-def test_what_a_request_asks_for_reaches_the_builder(
-    request_here: BuildRequest, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    class Enough(Exception):
-        pass
+class Enough(Exception):
+    """Ends a build before TensorRT's part of it."""
 
-    def config(_flavour: Any, _capabilities: Any, options: dict[str, Any]) -> None:
-        asked.append((options["builder_optimization_level"], options["refittable"]))
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """The options that builds give to TensorRT; no build goes further."""
+    options: list[dict[str, Any]] = []
+
+    def config(_flavour: Any, _capabilities: Any, given: dict[str, Any]) -> None:
+        options.append(given)
         raise Enough
 
-    asked: list[tuple] = []
     monkeypatch.setattr(trt_build, "_create_config", config)
+    return options
+
+
+def test_what_a_request_asks_for_reaches_the_builder(request_here: BuildRequest, asked: list[dict[str, Any]]) -> None:
     for changes in ({}, {"options": {"level": 2}, "any_weights": True}):
         with pytest.raises(Enough):
             RTX.build(replace(request_here, **changes), ignore)
-    assert asked == [(None, False), (2, True)]
+    found = [(options["builder_optimization_level"], options["refittable"]) for options in asked]
+    assert found == [(None, False), (2, True)]
 
 
 def test_a_version_may_read_a_graph_of_its_own_which_is_gone_afterwards(
-    request_here: BuildRequest, monkeypatch: pytest.MonkeyPatch
+    request_here: BuildRequest, asked: list[dict[str, Any]]
 ) -> None:
-    class Enough(Exception):
-        pass
-
     class Steps(trt_build.BuildSteps):
         def graph(self, request: BuildRequest) -> Path:
             return Path(shutil.copy(request.onnx, request.onnx.with_name("own.onnx")))
@@ -165,14 +169,10 @@ def test_a_version_may_read_a_graph_of_its_own_which_is_gone_afterwards(
         def options(self, trt: Any, request: BuildRequest, network: Any, monitor: Any) -> dict[str, Any]:
             return super().options(trt, request, network, monitor) | {"own": network.num_layers}
 
-    def config(_flavour: Any, _capabilities: Any, options: dict[str, Any]) -> None:
-        assert options["own"] > 0
-        assert options["progress_monitor"] is not None
-        raise Enough
-
-    monkeypatch.setattr(trt_build, "_create_config", config)
     with pytest.raises(Enough):
         trt_build.build_engine_file(RTX.flavour, request_here, ignore, steps=Steps())
+    assert asked[0]["own"] > 0
+    assert asked[0]["progress_monitor"] is not None
     assert request_here.onnx.exists()
     assert not request_here.onnx.with_name("own.onnx").exists()
 
@@ -184,23 +184,16 @@ def test_a_disk_that_is_full_while_the_engine_is_written_is_told_as_such(request
     assert list(request_here.folder.iterdir()) == []
 
 
-def refused_for_turing(request: BuildRequest) -> None:
+@pytest.mark.slow
+@pytest.mark.parametrize(("refused", "target", "built"), [
+    ("float32", "sm_75", "float16"), ("bfloat16", "portable", "bfloat16")])
+def test_turing_computes_in_half_precision_alone(refused: str, target: str, built: str, tmp_path: Path) -> None:
+    request = small_request(refused, tmp_path)
     with pytest.raises(BuildError, match="set precision to float16, all that TensorRT-RTX computes in on Turing"):
         RTX.build(replace(request, target="sm_75"), ignore)
-
-
-@pytest.mark.slow
-def test_turing_computes_in_half_precision_alone(request_here: BuildRequest, tmp_path: Path) -> None:
-    refused_for_turing(request_here)
-    half = small_request("float16", tmp_path)
-    assert RTX.build(replace(half, target="sm_75"), ignore) == ["engine.trt"]
-
-
-@pytest.mark.slow
-def test_brain_floats_build_but_for_turing(tmp_path: Path) -> None:
-    request = small_request("bfloat16", tmp_path)
-    refused_for_turing(request)
-    assert RTX.build(request, ignore) == ["engine.trt"]
+    (tmp_path / "half").mkdir()
+    request = request if built == refused else small_request(built, tmp_path / "half")
+    assert RTX.build(replace(request, target=target), ignore) == ["engine.trt"]
 
 
 def test_a_build_needs_nothing_but_its_request(request_here: BuildRequest) -> None:

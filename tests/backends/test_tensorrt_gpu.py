@@ -209,15 +209,6 @@ def test_a_shape_outside_the_profile_is_refused_by_the_runner_too(backend: objec
         runner.run(inputs_of(engine, symbols, 11), outputs)
 
 
-def test_an_engine_of_another_version_is_stale(backend: object, pair: dict) -> None:
-    engine, _same = pair["unet"]
-    other = replace(engine.manifest, identity=replace(engine.manifest.identity, backend_version="7.2.3.4"))
-    refusal = backend.cannot_use(other, GPU)
-    assert refusal.reason is Reason.STALE_ENGINE
-    assert "7.2.3.4" in refusal.detail
-    assert backend.cannot_use(engine.manifest, GPU) is None
-
-
 @pytest.mark.parametrize("told", [False, True], ids=["its hash tells", "its hash was made anew"])
 def test_a_damaged_plan_never_runs(backend: object, pair: dict, told: bool, tmp_path: Path) -> None:
     engine, _same = pair["unet"]

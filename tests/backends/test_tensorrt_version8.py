@@ -126,9 +126,6 @@ def test_the_bar_moves_while_a_build_tells_nothing_and_stops_with_it(monkeypatch
     assert fractions == sorted(fractions)
     assert 0 <= fractions[0] < 0.5 < fractions[-1] < 1
 
-
-def test_what_progress_raises_is_kept_for_the_builder_to_raise(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(version8, "TICK", 0.005)
     cancelled = KeyboardInterrupt("cancelled")
 
     def stop(*_: object) -> None:
@@ -136,7 +133,7 @@ def test_what_progress_raises_is_kept_for_the_builder_to_raise(monkeypatch: pyte
 
     monitor = version8.Monitor(stop)
     monitor.compiling()
-    assert until(lambda: monitor.stopped_by is cancelled and not telling(), 60)
+    assert until(lambda: monitor.stopped_by is cancelled and not telling(), 60), "kept for the builder to raise"
 
 
 def telling() -> list[threading.Thread]:

@@ -31,7 +31,8 @@ from hybrid_trt.backends.torch_inductor import attention
 from hybrid_trt.backends.torch_inductor.compile_step import compile_network
 from hybrid_trt.backends.torch_inductor.session import LiveSession
 from hybrid_trt.comfy_model.network import NativeNetwork
-from hybrid_trt.comfy_model.weight_hash import current_weights, look_for_edits
+from hybrid_trt.comfy_model.weight_hash import look_for_edits
+from hybrid_trt.comfy_model.weight_values import current_weights
 from hybrid_trt.engine_builder import parallel
 from hybrid_trt.engine_builder.build import build_engine
 from hybrid_trt.engine_builder.order import BuildOrder
@@ -239,54 +240,49 @@ def test_what_cannot_be_recorded_runs_plainly_and_says_why() -> None:
     assert torch.randn(3, device=GPU).isfinite().all(), "and its random numbers"
 
 
-def said_by_failed_captures(allocator: str, *arguments: str) -> str:
-    """Run the script in a process of its own: the allocator is chosen once, and a wrong free ends the process."""
-    script = Path(__file__).parents[1] / "support" / "failed_capture_on_gpu.py"
-    ended = subprocess.run([sys.executable, "-P", str(script), *arguments], capture_output=True, text=True, check=False,
+ALLOCATORS = pytest.mark.parametrize("allocator", ["native", "cudaMallocAsync"])
+
+
+def said_by(script: str, allocator: str, *arguments: str) -> list[str]:
+    """Run a script in a process of its own: the allocator is chosen once, and a wrong free ends the process."""
+    path = Path(__file__).parents[1] / "support" / f"{script}_on_gpu.py"
+    ended = subprocess.run([sys.executable, "-P", str(path), *arguments], capture_output=True, text=True, check=False,
                            env=os.environ | {"PYTORCH_CUDA_ALLOC_CONF": f"backend:{allocator}"})
-    assert ended.returncode == 0, ended.stderr[:1000] + ended.stderr[-1000:]
-    return ended.stdout
+    assert ended.returncode == 0, ended.stderr[:1000] + ended.stderr[-2000:]
+    return ended.stdout.split()
 
 
 @pytest.mark.fault("recording fails on a real GPU", see="the engine runs unrecorded")
-@pytest.mark.parametrize("allocator", ["native", "cudaMallocAsync"])
+@ALLOCATORS
 def test_a_failed_recording_gives_its_memory_back(allocator: str) -> None:
-    said = said_by_failed_captures(allocator)
-    backend, *later, gone = said.split()
+    said = said_by("failed_capture", allocator)
+    backend, *later, gone = said
     assert (backend, gone) == (allocator, "True"), said
     # cudaMallocAsync gives a later recording the very addresses of the failed one, which torch refuses: it runs plainly
-    assert later == ["captured"] or (allocator == "cudaMallocAsync" and "ptr_info" in said), said
+    assert later == ["captured"] or (allocator == "cudaMallocAsync" and "ptr_info" in " ".join(said)), said
 
 
 @pytest.mark.fault("a recording is interrupted on a real GPU", see="the prompt ends; the next one is recorded")
-@pytest.mark.parametrize("allocator", ["native", "cudaMallocAsync"])
+@ALLOCATORS
 def test_an_interrupted_recording_leaves_nothing_behind_and_the_next_one_is_made(allocator: str) -> None:
-    assert said_by_failed_captures(allocator, "interrupt").split() == [allocator, "captured"]
+    assert said_by("failed_capture", allocator, "interrupt") == [allocator, "captured"]
 
 
-@pytest.mark.parametrize("allocator", ["native", "cudaMallocAsync"])
+@ALLOCATORS
 def test_controlnets_side_by_side_take_no_more_memory_with_each_step(allocator: str) -> None:
-    """In a process of its own: the allocator is chosen once. One of a step's 32 MiB used to stay behind."""
-    script = Path(__file__).parents[1] / "support" / "side_by_side_on_gpu.py"
-    ended = subprocess.run([sys.executable, "-P", str(script)], capture_output=True, text=True, check=False,
-                           env=os.environ | {"PYTORCH_CUDA_ALLOC_CONF": f"backend:{allocator}"})
-    assert ended.returncode == 0, ended.stderr[-2000:]
-    backend, more = ended.stdout.split()[-2:]
-    assert (backend, int(more) <= 64) == (allocator, True), ended.stdout
+    """One of a step's 32 MiB used to stay behind."""
+    backend, more = said_by("side_by_side", allocator)[-2:]
+    assert (backend, int(more) <= 64) == (allocator, True)
 
 
 @pytest.mark.parametrize(("allocator", "at_least"), [("native", 0), ("cudaMallocAsync", 128)])
 def test_memory_of_graphs_is_given_back_between_runs_and_they_compute_the_same_afterwards(
     allocator: str, at_least: int
 ) -> None:
-    """In a process of its own: the allocator is chosen once, and ``native`` keeps such memory in pools of torch's."""
-    script = Path(__file__).parents[1] / "support" / "graph_memory_on_gpu.py"
-    ended = subprocess.run([sys.executable, "-P", str(script)], capture_output=True, text=True, check=False,
-                           env=os.environ | {"PYTORCH_CUDA_ALLOC_CONF": f"backend:{allocator}"})
-    assert ended.returncode == 0, ended.stderr[-2000:]
-    backend, given_back, left, equal = ended.stdout.split()[-4:]
-    assert (backend, left, equal) == (allocator, "0", "True"), ended.stdout
-    assert int(given_back) >= at_least, ended.stdout
+    """``native`` keeps such memory in pools of torch's."""
+    backend, given_back, left, equal = said_by("graph_memory", allocator)[-4:]
+    assert (backend, left, equal) == (allocator, "0", "True")
+    assert int(given_back) >= at_least
 
 
 def test_recording_while_another_thread_uses_the_gpu() -> None:

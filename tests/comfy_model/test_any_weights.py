@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import slow
 import torch
 from any_weights import LIMIT, ORT, another, built, error, handle_of, inputs_of, lora, native, patched, served
 from comfy_execution.utils import CurrentNodeContext
@@ -27,10 +26,7 @@ from hybrid_trt.page_api.node_states import NodeStates
 from hybrid_trt.page_api.outlook import NodeRequest
 from hybrid_trt.sampling.engine_handle import EngineHandle
 from hybrid_trt.sampling.engine_status import status
-from small_networks import CPU, HintEncoder, native_call, network
-
-GROUP = 16
-"""So many parameters are put into an engine at once: ONNX Runtime takes a second each time."""
+from small_networks import network
 
 
 @pytest.fixture
@@ -45,21 +41,6 @@ def refits(monkeypatch: pytest.MonkeyPatch) -> list[set[str]]:
 
     monkeypatch.setattr(RefittableRunner, "refit", counted)
     return put
-
-
-@slow.when("unet")
-@pytest.mark.parametrize("kind", ["unet", "controlnet"])
-def test_an_engine_serves_every_checkpoint_of_its_layout(tmp_path: Path, kind: str) -> None:
-    first = network(kind, "unlike_levels")
-    other = another(first)
-    engine = built(first, tmp_path)
-    assert engine.manifest.identity.weights == structure_hash(other.module)
-    handles = [handle_of(net, tmp_path) for net in (first, other)]
-    for handle in (*handles, *handles):
-        net = handle.network
-        assert handle.session.engines == [engine]
-        assert error(served(handle), native(net, net.patcher)) <= LIMIT
-    assert error(native(first, first.patcher), native(other, other.patcher)) > 0.1
 
 
 def test_such_an_engine_holds_no_weights(tmp_path: Path) -> None:
@@ -116,14 +97,18 @@ def test_calls_of_one_sampling_run_put_nothing_in_again(tmp_path: Path, refits: 
 
 
 @pytest.mark.fault("two models share one engine in a prompt", see="nothing: each has its own weights")
+@pytest.mark.parametrize("kind", ["unet", "controlnet"])
 def test_two_models_in_one_prompt_do_not_take_each_others_weights_out(
-    tmp_path: Path, refits: list[set[str]]
+    tmp_path: Path, refits: list[set[str]], kind: str
 ) -> None:
-    first = network("unet", "unlike_levels")
-    built(first, tmp_path)
-    handles = [handle_of(net, tmp_path) for net in (first, another(first))]
+    first = network(kind, "unlike_levels")
+    other, engine = another(first), built(first, tmp_path)
+    assert engine.manifest.identity.weights == structure_hash(other.module)
+    handles = [handle_of(net, tmp_path) for net in (first, other)]
     for handle in handles * 3:
+        assert handle.session.engines == [engine], "of every checkpoint of its layout"
         assert error(served(handle), native(handle.network, handle.network.patcher)) <= LIMIT
+    assert error(native(first, first.patcher), native(other, other.patcher)) > 0.1
     assert handles[0].session is not handles[1].session
     assert handle_of(first, tmp_path).session is handles[0].session
     assert len(refits) == 2
@@ -195,48 +180,6 @@ def test_nothing_is_hashed_for_an_engine_that_takes_any_weights(
     built(net, tmp_path)
     wanted = NativeNetwork(patched(net, (lora(net, 5), 0.8)), net.module, net.prefix, net.dtype, net.label, net.role)
     assert error(served(handle_of(wanted, tmp_path, True)), native(wanted, wanted.patcher)) <= LIMIT
-
-
-@pytest.mark.parametrize("kind", slow.cases({"unet": "unet", "controlnet": "controlnet"}, ["controlnet"]))
-@slow.when("unet")
-def test_each_parameter_reaches_the_engine(tmp_path: Path, kind: str) -> None:
-    net = network(kind, "inpainting_channels")
-    engine = built(net, tmp_path)
-    runner: Any = ORT.load(engine, CPU)
-    names = json.loads((engine.folder / "parameters.json").read_text())
-    passes = {"input_hint_block"} if kind == "controlnet" else set()
-    assert names.keys() == {name for name, _ in net.module.named_parameters() if name.split(".")[0] not in passes}
-    parameters = dict(net.module.named_parameters())
-    weights = {initialiser: parameters[name].data.clone() for name, initialiser in names.items()}
-    sizes = {"B": 1, "H": 4, "W": 4, "T": 77, "HB": 1}
-    given = inputs_of(net, sizes)
-    taken = {**given, "hint": HintEncoder(net)(given["hint"])} if kind == "controlnet" else given
-
-    def run() -> list[torch.Tensor]:
-        runner.refit(weights, weights.keys())
-        results = {s.name: torch.empty(s.shape(sizes)) for s in engine.manifest.outputs}
-        runner.run(taken, results)
-        return list(results.values())
-
-    plain = native_call(net, given)
-    assert error(run(), plain) <= LIMIT
-    generator = torch.Generator().manual_seed(11)
-    every = list(names.items())
-    for group in (every[i : i + GROUP] for i in range(0, len(every), GROUP)):
-        before = {name: parameters[name].data for name, _ in group}
-        for name, initialiser in group:
-            old = before[name]
-            new = old + torch.randn(old.shape, generator=generator) * (0.5 + old.abs().mean())
-            parameters[name].data = new
-            assert error(native_call(net, given), plain) > 10 * LIMIT, f"{name} has no effect to be seen"
-            parameters[name].data = old
-            weights[initialiser] = new
-        for name, initialiser in group:
-            parameters[name].data = weights[initialiser]
-        changed = native_call(net, given)
-        assert error(run(), changed) <= 5 * LIMIT, [name for name, _ in group]
-        for name, initialiser in group:
-            parameters[name].data = weights[initialiser] = before[name]
 
 
 def signed_as_it_is(engine: Engine) -> None:

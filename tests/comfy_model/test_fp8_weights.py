@@ -8,13 +8,17 @@ from pathlib import Path
 from typing import Any
 
 import comfy.float
+import comfy.model_management
 import comfy.ops
 import comfy.sd
 import comfy.utils
+import dynamic_vram
 import patched as patched_model
 import pytest
 import slow
 import tiny_models
+import token_calls
+import token_networks
 import torch
 from any_weights import another, built, error, handle_of, inputs_of, lora, native, patched, served
 from comfy import model_management
@@ -25,17 +29,17 @@ from hybrid_trt.backends import backends
 from hybrid_trt.backends.torch_inductor.session import LiveSession
 from hybrid_trt.comfy_model import weight_hash
 from hybrid_trt.comfy_model.network import NativeNetwork
-from hybrid_trt.comfy_model.weight_hash import current_weights
-from hybrid_trt.engine_builder.build import build_engine, run_here
-from hybrid_trt.engine_builder.order import BuildOrder
+from hybrid_trt.comfy_model.weight_values import current_weights
 from hybrid_trt.engine_library import Library
 from memory_fixtures import device
+from safetensors.torch import load_file, save_file
 from small_networks import CPU, native_call, network
+from tiny_transformers import let_comfyui_load_zimage
 
 from sampling import error as sampling_error
 from sampling import sample
 
-__all__ = ["device"]  # a fixture: pytest finds it by name
+__all__ = ["device"]  # fixtures: pytest finds them by name
 
 NAME, LORA = "tiny_sd15_flat_unet", "tiny_sd15_lora"
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -158,8 +162,7 @@ class Kept:
         self.native = self.loaded()
         self.library = Library([folder])
         net = NativeNetwork.of_model(self.native, NAME)
-        order = BuildOrder(net, net.precision, patched_model.PROFILE, backends()["onnxruntime"])
-        build_engine(order, self.library, lambda *_: None, run=run_here)
+        patched_model.built_here(net, self.library, precision=net.precision)
 
     def loaded(self) -> ModelPatcher:
         model = comfy.sd.load_diffusion_model(str(self.file), model_options={"dtype": FP8[0]})
@@ -292,3 +295,73 @@ def test_under_dynamic_vram_weights_have_the_dtype_that_large_layers_are_cast_to
 def hash_of(net: NativeNetwork) -> str:
     weight_hash.forget_hash(net.patcher)
     return net.weights_hash()
+
+
+# Merged models
+
+
+WIDTH = 4096
+
+
+def other_file(file: Path, folder: Path) -> Path:
+    """A file with the same values, all weights in another order."""
+    save_file({name: weight.flip(-1).contiguous() for name, weight in load_file(file).items()}, folder / file.name)
+    return folder / file.name
+
+
+def merged_files(file: Path, other: Path, dynamic: bool = False) -> ModelPatcher:
+    """Half of each of two models, as *ModelMergeSimple* makes it."""
+    let_comfyui_load_zimage()
+    first, second = (token_networks.load(str(one)) for one in (file, other))
+    both = dynamic_vram.on_cpu(first) if dynamic else first.clone()
+    for key, patches in second.get_key_patches("diffusion_model.").items():
+        both.add_patches({key: patches}, 0.5, 0.5)
+    return both
+
+
+def patched_by_comfyui(model: ModelPatcher, own: dict[str, torch.Tensor]) -> set[str]:
+    """Load a model; return its weights with patches: put in place, or attached to be added when the layer is called."""
+    comfy.model_management.load_models_gpu([model])
+    found = set()
+    for path, layer in model.model.diffusion_model.named_modules():
+        for leaf, weight in layer.named_parameters(recurse=False):
+            name = f"{path}.{leaf}" if path else leaf
+            if getattr(layer, f"{leaf}_lowvram_function", None) or not torch.equal(weight.float(), own[name].float()):
+                found.add(name)
+    return found
+
+
+@pytest.mark.fault("models of a family with weights beside its layers are merged (Wan, Z-Image, Krea 2)",
+                   see="nothing: ComfyUI leaves some of them unmerged, so engines do too")
+@pytest.mark.parametrize(("name", "dynamic", "alone"), [
+    ("tiny_wan", False, {"head.modulation", "blocks.0.modulation", "blocks.1.modulation"}),
+    ("tiny_wan", True, {"head.modulation", "blocks.0.modulation", "blocks.1.modulation"}),
+    ("tiny_zimage", False, {"x_pad_token", "cap_pad_token"}),
+    ("tiny_krea2", False, set()),
+    ("tiny_krea2", True, {"blocks.0.mod.lin", "blocks.0.prenorm.scale", "last.modulation.lin"}),
+])  # fmt: skip
+def test_weights_have_the_patches_that_comfyui_gives_them(
+    models: dict[str, Path], tmp_path: Path, name: str, dynamic: bool, alone: set[str]
+) -> None:
+    model = merged_files(models[name], other_file(models[name], tmp_path), dynamic)
+    own = load_file(models[name])
+    found = {key: weight for key, weight in current_weights(model, "diffusion_model.") if key in own}
+    changed = {key for key, weight in found.items() if not torch.equal(weight.float(), own[key].float())}
+    assert changed == patched_by_comfyui(model, own)
+    assert alone <= found.keys() - changed
+    assert len(changed) > len(found) / 2
+
+
+@pytest.mark.parametrize("any_weights", [False, True])
+def test_an_engine_of_a_merged_model_gives_natives_latent(
+    models: dict[str, Path], tmp_path: Path, any_weights: bool
+) -> None:
+    files = models["tiny_wan"], other_file(models["tiny_wan"], tmp_path)
+    network, library = NativeNetwork.of_model(merged_files(*files), "merged"), tmp_path / "engines"
+    profile, expected = token_calls.profile_of(network), token_calls.sample(merged_files(*files), WIDTH)
+    patched_model.built_here(network, Library([library]), profile=profile, replaceable=any_weights)
+    engine = token_calls.Patched(network, library, "onnxruntime", any_weights)
+    assert sampling_error(engine.sample(WIDTH), expected) <= LIMIT
+    assert engine.counts == (6, 0), engine.handle.stats.reasons
+    plain = token_calls.sample(token_networks.load(str(files[0])), WIDTH)
+    assert sampling_error(plain, expected) > 0.1, "the merge acts"

@@ -3,140 +3,43 @@
 from __future__ import annotations
 
 import gc
+import inspect
 import pickle
 import weakref
 from pathlib import Path
 from typing import Any
 
-import comfy.controlnet
 import comfy.model_management
-import comfy.utils
 import pytest
 import torch
 from comfy.controlnet import ControlNet
 from comfy.model_patcher import ModelPatcher
-from control_stacks import Stacks, call, same
 from hybrid_trt.comfy_model import comfyui_internals, comfyui_shims
 from hybrid_trt.comfy_model.comfyui_internals import Feature
 from hybrid_trt.comfy_model.module_copy import plain_copy
 from hybrid_trt.comfy_model.snapshot import without_weights, write_structure
 from hybrid_trt.engine_library import Library, Reason, Unavailable
-from hybrid_trt.sampling import native_weights
-from hybrid_trt.sampling.control_stack import ControlStack
 from hybrid_trt.sampling.engine_patcher import EnginePatcher
 from hybrid_trt.sessions import gpu_memory
 from hybrid_trt.sessions.cuda_graphs import GraphCache
-from memory_fixtures import controlled, controlnet, device, file, files, library, nothing_loaded
+from memory_fixtures import controlled, controlnet, file, files, library, nothing_loaded
 from newer_comfyui import (
     FAST_PINS,
     FOREIGN,
     Recording,
     fast_disk,
-    foreign_attributes,
     free_memory_of_a_patcher,
-    hint_map,
-    more_pins,
     put_on_layers,
     recording,
 )
-from patched import LIMIT, Patched, load, natively
+from patched import LIMIT, Failing, Patched, load, natively
 from small_networks import CPU, network
 
 from sampling import STEPS, error, sample
 
 # fixtures: pytest finds them by name
-__all__ = ["controlled", "controlnet", "device", "fast_disk", "file", "files", "foreign_attributes",
-           "free_memory_of_a_patcher", "hint_map", "library", "more_pins", "nothing_loaded", "recording"]  # fmt: skip
-
-
-# -- hints by the latent's size (pull request 15832)
-
-
-@pytest.fixture
-def stacks(hint_map: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Stacks:
-    return Stacks(tmp_path, monkeypatch)
-
-
-@pytest.fixture
-def resized(monkeypatch: pytest.MonkeyPatch) -> list[tuple]:
-    """The sizes that ComfyUI resizes control images to."""
-    sizes, own = [], comfy.utils.common_upscale
-
-    def seen(image: torch.Tensor, width: int, height: int, *rest: Any) -> torch.Tensor:
-        sizes.append((height, width))
-        return own(image, width, height, *rest)
-
-    seen.__code__ = seen.__code__.replace(co_filename=comfy.utils.__file__)
-    monkeypatch.setattr(comfy.utils, "common_upscale", seen)
-    return sizes
-
-
-def image(batch: int = 1, height: int = 100, width: int = 60) -> torch.Tensor:
-    return torch.rand(batch, 3, height, width, generator=torch.Generator().manual_seed(batch))
-
-
-def both(stacks: Stacks, picture: torch.Tensor) -> tuple[ControlNet, ControlStack, ControlNet]:
-    """A native control and an engine-backed one with the same image, and a stack of the latter."""
-    native, backed = stacks.chain(False, 1), stacks.chain(True, 1)
-    for control in (native, backed):
-        control.set_cond_hint(picture, 0.7)
-    return native, ControlStack(backed), backed
-
-
-def hints_given(control: ControlNet, monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
-    """The hints that a control hands to its network."""
-    seen, kind = [], type(control.control_model)
-    own = kind.__call__
-    seeing = lambda *args, hint, **rest: seen.append(hint) or own(*args, hint=hint, **rest)  # noqa: E731
-    monkeypatch.setattr(kind, "__call__", seeing)
-    return seen
-
-
-def test_a_resized_image_joins_its_stack_from_the_second_call_with_natives_bits(
-    stacks: Stacks, resized: list, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    native, stack, backed = both(stacks, image())
-    seen = hints_given(backed, monkeypatch)
-    for step in range(3):
-        assert same(call(stack, step), call(native, step))
-        assert stacks.runs == step
-    assert all(torch.equal(hint, native.cond_hints[9, 12]) for hint in seen)
-    assert resized == [(72, 96)] * 2, "once for each of both"
-    assert backed.cond_hint is None, "the hint is there once"
-
-
-def sized_call(control: Any, height: int, width: int, step: int, batch: int = 2) -> dict:
-    """A call for two conditionings."""
-    generator = torch.Generator().manual_seed(step)
-    x, prompt = (torch.randn(shape, generator=generator) for shape in ((batch, 4, height, width), (batch, 77, 64)))
-    with torch.inference_mode():
-        return control.get_control(x, torch.full((batch,), 3.0), {"c_crossattn": prompt}, 2, {})
-
-
-def test_two_sizes_in_turn_are_made_once_each(stacks: Stacks, resized: list) -> None:
-    native, stack, backed = both(stacks, image())
-    for step in range(6):
-        size = ((9, 12), (12, 9))[step % 2]
-        assert same(sized_call(stack, *size, step), sized_call(native, *size, step))
-    assert stacks.runs == 4
-    assert resized == [(72, 96), (72, 96), (96, 72), (96, 72)], "once for each of both, where one slot makes all anew"
-    assert sized_call(stack, 8, 8, 6) is not None
-    assert list(backed.cond_hints) == [(12, 9), (8, 8)], "as many stay as ComfyUI keeps"
-
-
-def test_two_images_in_a_batch_join_and_what_the_network_makes_of_them_is_kept(
-    stacks: Stacks, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    native, stack, backed = both(stacks, image(2))
-    seen = hints_given(backed, monkeypatch)
-    for step in range(4):
-        assert same(sized_call(stack, 9, 12, step, batch=4), sized_call(native, 9, 12, step, batch=4))
-    assert stacks.runs == 3
-    assert {hint.shape[0] for hint in seen} == {4}
-    assert seen[1] is seen[2] is seen[3], "one tensor, or all that is remembered by it would be made anew"
-    repeated = comfy.controlnet.broadcast_image_to(native.cond_hints[9, 12], 4, 2)
-    assert torch.equal(seen[1], repeated)
-    assert backed.control_model.handle.session.live.passes.computed == 2, "ComfyUI's first call, and all after"
+__all__ = ["controlled", "controlnet", "fast_disk", "file", "files", "free_memory_of_a_patcher", "library",
+           "nothing_loaded", "recording"]  # fmt: skip
 
 
 # -- attributes on layers
@@ -167,17 +70,6 @@ def test_attributes_of_loading_are_told_by_name_or_by_what_they_hold() -> None:
         assert not comfyui_shims.is_of_loading(name, value)
 
 
-@pytest.mark.parametrize("backend", ["onnxruntime", "torch"])
-def test_models_with_such_attributes_are_served(
-    foreign_attributes: None, file: Path, library: Library, backend: str
-) -> None:
-    reference, patched = natively(file), Patched(load(file), library, backend)
-    put_on_layers(patched.native.model)
-    for _ in range(2):
-        assert error(patched.sample(), reference) <= LIMIT
-        assert patched.counts == (STEPS, 0)
-
-
 # -- one keyword more
 
 
@@ -190,15 +82,6 @@ def test_clones_and_deep_clones_of_what_has_an_engine_take_one_keyword_more(fast
     assert reference.control_model is not controlled.net.control_model.native
     assert type(reference.control_model) is type(controlled.net.control_model.native)
     assert type(controlled.net.copy()) is ControlNet
-
-
-@pytest.mark.parametrize("backend", ["onnxruntime", "torch"])
-def test_patchers_with_one_keyword_more_are_sampled_on_engines(
-    fast_disk: None, file: Path, library: Library, backend: str
-) -> None:
-    patched = Patched(load(file), library, backend)
-    assert error(patched.sample(), natively(file)) <= LIMIT
-    assert patched.counts == (STEPS, 0)
 
 
 # -- free memory
@@ -227,30 +110,8 @@ def test_an_engine_opens_where_free_memory_is_the_patchers_own(
     assert not gpu_memory.lacks_room(990, CPU)
 
 
-# -- more kinds of pinned memory
-
-
-def test_weights_are_staged_for_each_run_while_there_are_pins_that_nobody_here_knows(
-    more_pins: None, device: None, file: Path, library: Library, caplog: pytest.LogCaptureFixture
-) -> None:
-    from dynamic_vram import on_cpu
-
-    native = on_cpu(load(file))
-    assert set(FAST_PINS) <= set(native.pins)
-    patched = Patched(native, library)
-    for times in (1, 2, 3):
-        assert error(patched.sample(), natively(file)) <= LIMIT
-        assert (patched.counts, native.times_staged) == ((STEPS, 0), times)
-    said = [record.message for record in caplog.records if "dynamic_pins" in record.message]
-    assert len(said) == 1
-    assert "weights-fast" in said[0]
-    assert any("dynamic_pins" in words for words in comfyui_internals.switched_off())
-
-
 def test_the_pins_of_this_comfyui_are_known() -> None:
-    import inspect
-
-    source = inspect.getsource(native_weights.model_management.models_for_pin_eviction)
+    source = inspect.getsource(comfy.model_management.models_for_pin_eviction)
     assert "dynamic_pins" in source
     source = inspect.getsource(comfy.model_patcher.ModelPatcherDynamic.register_load_device)
     unknown = {word for word in source.split('"')[1::2] if word.replace("-", "_").isidentifier()}
@@ -268,8 +129,8 @@ def test_a_native_call_inside_a_recording_allocates_nothing_of_ours(
     natively = list(made)
     assert natively, "the network itself"
     patched = Patched(load(file), library)
-    failed = Unavailable(Reason.ENGINE_FAILED, "for this test")
-    monkeypatch.setattr(patched.handle.session, "run", lambda *_: (_ for _ in ()).throw(failed))
+    failed = Failing(None, error=Unavailable(Reason.ENGINE_FAILED, "for this test"))
+    monkeypatch.setattr(patched.handle.session, "run", failed)
     with recording.counting() as made:
         assert error(patched.sample(), reference) <= LIMIT
     assert patched.counts == (0, STEPS)

@@ -2,59 +2,50 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import comfy.samplers
+import other_packs_weights
 import pytest
-import slow
 import torch
 from comfy.cldm import cldm
+from comfy.controlnet import ControlNet
 from comfy.ldm.modules import attention
 from comfy.ldm.modules.diffusionmodules import openaimodel
 from comfy.model_patcher import ModelPatcher
+from comfy_process import ComfyProcess
+from foreign_changes import with_function, with_hook, with_setting
+from gpu_doubles import gpu_recorder, play_gpu
 from hybrid_trt.architectures.calls import only_adds_residuals
-from hybrid_trt.backends import backends
+from hybrid_trt.backends import AUTO
 from hybrid_trt.comfy_model.changed_layers import LayerWatch
 from hybrid_trt.comfy_model.network import NativeNetwork
-from hybrid_trt.engine_builder.build import build_engine, run_here
-from hybrid_trt.engine_builder.order import BuildOrder
-from hybrid_trt.engine_library import Library, Unavailable
+from hybrid_trt.engine_library import Library, Reason, Unavailable
+from hybrid_trt.sampling.engine_status import status
 from memory_fixtures import Controlled, controlled, controlnet, file, files, library
-from patched import LIMIT, NAME, PROFILE, Patched, load, natively
+from patched import LIMIT, NAME, Patched, built_here, load, natively, sampling_node, with_lora
+from scenarios import A, B, Prompt, Scenario, latent_of, node, prompt, relative_difference
 
 from sampling import STEPS, error, sample
 
 __all__ = ["controlled", "controlnet", "file", "files", "library"]  # fixtures: pytest finds them by name
 
 BACKENDS = pytest.mark.parametrize("backend", ["onnxruntime", "torch"])
-CODE: dict[str, tuple[Any, str]] = {
-    "forward_timestep_embed": (openaimodel, "forward_timestep_embed"),
-    "timestep_embedding": (openaimodel, "timestep_embedding"),
-    "ResBlock._forward": (openaimodel.ResBlock, "_forward"),
-    "UNetModel._forward": (openaimodel.UNetModel, "_forward"),
-    "UNetModel.forward": (openaimodel.UNetModel, "forward"),
-    "BasicTransformerBlock.forward": (attention.BasicTransformerBlock, "forward"),
-    "CrossAttention.forward": (attention.CrossAttention, "forward"),
-    "GEGLU.forward": (attention.GEGLU, "forward"),
-    "optimized_attention": (attention, "optimized_attention"),
-    "GroupNorm.forward": (torch.nn.GroupNorm, "forward"),
-    "silu": (torch.nn.functional, "silu"),
-}
+CODE = {
+    "forward_timestep_embed": openaimodel, "timestep_embedding": openaimodel, "ResBlock._forward": openaimodel,
+    "UNetModel._forward": openaimodel, "UNetModel.forward": openaimodel, "BasicTransformerBlock.forward": attention,
+    "CrossAttention.forward": attention, "GEGLU.forward": attention, "optimized_attention": attention,
+    "GroupNorm.forward": torch.nn, "silu": torch.nn.functional,
+}  # fmt: skip
 
 
-@contextmanager
-def replaced(place: str, by: Callable[[Any], Callable] | None = None) -> Iterator[None]:
+def replaced(place: str, by: Callable[[Any], Any] | None = None) -> Any:
     """A function of a pack's own in one of ComfyUI's places."""
-    owner, name = CODE[place]
-    own = getattr(owner, name)
-    setattr(owner, name, by(own) if by else lambda *args, **kwargs: own(*args, **kwargs) * 0.9)
-    try:
-        yield
-    finally:
-        setattr(owner, name, own)
+    return with_function(CODE[place].__name__, place, by)(torch.nn.Identity())
 
 
 @pytest.mark.fault("another pack replaces ComfyUI's functions", see="normal speed: *model patched*")
@@ -68,7 +59,7 @@ def test_code_that_a_pack_replaces_is_natives_until_it_is_put_back(file: Path, l
         assert error(patched.sample(), native) == 0
         assert patched.counts == (0, STEPS)
         (told,) = patched.handle.stats.details.values()
-        assert f"the pack tests has replaced {place} for all models" in told
+        assert f"the pack foreign_changes has replaced {place} for all models" in told
     assert error(patched.sample(), reference) <= LIMIT
     assert patched.counts == (STEPS, 0)
 
@@ -84,11 +75,10 @@ def test_code_that_was_replaced_before_the_model_was_seen_is_natives(
 
 
 def test_nothing_is_built_while_a_pack_has_its_own_code_there(file: Path, tmp_path: Path) -> None:
-    network = NativeNetwork.of_model(load(file), NAME)
-    order = BuildOrder(network, network.precision, PROFILE, backends()["onnxruntime"])
+    network, library = NativeNetwork.of_model(load(file), NAME), Library([tmp_path])
     with replaced("CrossAttention.forward"), pytest.raises(Unavailable, match="has replaced CrossAttention.forward"):
-        build_engine(order, Library([tmp_path]), lambda _phase, _fraction: None, run=run_here)
-    assert not Library([tmp_path]).engines()
+        built_here(network, library)
+    assert not library.engines()
 
 
 def test_a_wrapper_of_torchs_own_does_not_cost_the_engine(file: Path, library: Library) -> None:
@@ -115,138 +105,13 @@ def test_a_function_that_only_resizes_residuals_that_do_not_fit_is_no_reason_to_
     assert not only_adds_residuals(lambda h, control: h)
 
 
-def norm_of(model: ModelPatcher) -> torch.nn.GroupNorm:
-    return model.model.diffusion_model.middle_block[0].in_layers[0]
-
-
-def attention_of(model: ModelPatcher) -> torch.nn.Module:
-    return next(one for one in model.model.diffusion_model.modules() if isinstance(one, attention.CrossAttention))
-
-
-SETTINGS = {"GroupNorm.eps": (norm_of, "eps", 0.5), "heads": (attention_of, "heads", 1)}
-
-
-@slow.when("torch", but=["heads"])
-@slow.when("onnxruntime", but=["GroupNorm.eps"])
-@BACKENDS
-@pytest.mark.parametrize("setting", SETTINGS)
-def test_a_setting_that_a_pack_writes_is_another_network_until_it_is_put_back(
-    file: Path, library: Library, backend: str, setting: str
-) -> None:
-    layer_of, name, value = SETTINGS[setting]
-    reference, patched = natively(file), Patched(load(file), library, backend)
-    assert error(patched.sample(), reference) <= LIMIT
-    layer, other = layer_of(patched.native), load(file)
-    before = getattr(layer, name)
-    setattr(layer, name, value)
-    setattr(layer_of(other), name, value)
-    native = sample(other)
-    assert error(native, reference) > 1e-3, "it does nothing here"
-    assert error(patched.sample(), native) <= LIMIT
-    setattr(layer, name, before)
-    assert error(patched.sample(), reference) <= LIMIT
-    assert patched.counts == (STEPS, 0)
-
-
-@BACKENDS
-def test_a_setting_that_was_written_when_the_model_was_first_seen_can_be_put_back(
-    file: Path, library: Library, backend: str
-) -> None:
-    model = load(file)
-    before, norm_of(model).eps = norm_of(model).eps, 0.5
-    patched = Patched(model, library, backend)
-    patched.sample()
-    norm_of(model).eps = before
-    assert error(patched.sample(), natively(file)) <= LIMIT
-    assert patched.counts == (STEPS, 0)
-
-
-@BACKENDS
-def test_a_setting_that_was_written_before_the_model_was_seen_is_another_network(
-    file: Path, library: Library, backend: str
-) -> None:
-    model, other = load(file), load(file)
-    for one in (model, other):
-        norm_of(one).eps = 0.5
-    native, patched = sample(other), Patched(model, library, backend)
-    assert error(native, natively(file)) > 1e-3
-    assert error(patched.sample(), native) <= LIMIT
-
-
-def changing(model: ModelPatcher, change: Callable[[torch.nn.Module], Callable[[], None]], calls: set[int]) -> Any:
-    """A model whose middle a wrapper changes in some calls alone; ``change`` gives what takes it back."""
-    other, count = model.clone(), iter(range(1000))
-    layer = other.model.diffusion_model.middle_block[0]
-
-    def step(call: Callable, given: dict) -> torch.Tensor:
-        back = change(layer) if next(count) in calls else lambda: None
-        try:
-            return call(given["input"], given["timestep"], **given["c"])
-        finally:
-            back()
-
-    other.set_model_unet_function_wrapper(step)
-    return other
-
-
-def with_a_hook(layer: torch.nn.Module) -> Callable[[], None]:
-    return layer.register_forward_hook(lambda _l, _a, result: result * 0.5).remove
-
-
-def with_a_hook_before(layer: torch.nn.Module) -> Callable[[], None]:
-    return layer.register_forward_pre_hook(lambda _l, args: (args[0] * 0.5, *args[1:])).remove
-
-
-def with_a_hook_on_all_layers(layer: torch.nn.Module) -> Callable[[], None]:
-    kind = type(layer.in_layers[0])
-    hook = torch.nn.modules.module.register_module_forward_hook(
-        lambda one, _a, result: result * 0.9 if isinstance(one, kind) else None)  # fmt: skip
-    return hook.remove
-
-
-def with_another_forward(layer: torch.nn.Module) -> Callable[[], None]:
-    own = layer.forward
-    layer.forward = lambda *args, **kwargs: own(*args, **kwargs) * 0.5
-    return lambda: layer.__dict__.pop("forward")
-
-
-def with_another_forward_put_back(layer: torch.nn.Module) -> Callable[[], None]:
-    """As packs do that write the method back that they have read."""
-    own = layer.forward
-    layer.forward = lambda *args, **kwargs: own(*args, **kwargs) * 0.5
-    return lambda: setattr(layer, "forward", own)
-
-
-CHANGES = (with_a_hook, with_a_hook_before, with_a_hook_on_all_layers, with_another_forward,
-           with_another_forward_put_back)  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("backend", "change"), [*(("onnxruntime", change) for change in CHANGES), ("torch", with_another_forward)])
-def test_a_layer_that_is_changed_for_some_calls_of_a_run_is_natives_in_these(
-    file: Path, library: Library, backend: str, change: Callable
-) -> None:
-    native = sample(changing(load(file), change, {1, 3}))
-    assert error(native, natively(file)) > 1e-3
-    patched = Patched(load(file), library, backend)
-    patched.sample()
-    patched.model = changing(patched.model, change, {1, 3})
-    assert error(patched.sample(), native) <= LIMIT
-    assert patched.counts == (STEPS - 2, 2)
-
-
 def test_runs_of_one_execution_are_looked_at_one_by_one(file: Path, library: Library) -> None:
-    from patched import sampling_node
-
-    reference, patched = natively(file), Patched(load(file), library)
-    layer = norm_of(patched.native)
+    reference, patched, other = natively(file), Patched(load(file), library), load(file)
+    setting = with_setting("middle_block.0.in_layers.0", "eps", lambda _: 0.5)
     with sampling_node():
         assert error(sample(patched.model), reference) <= LIMIT
-        layer.eps = 0.5
-        other = load(file)
-        norm_of(other).eps = 0.5
-        assert error(sample(patched.model), sample(other)) == 0
-        layer.eps = norm_of(load(file)).eps
+        with setting(patched.native.model.diffusion_model), setting(other.model.diffusion_model):
+            assert error(sample(patched.model), sample(other)) == 0
         assert error(sample(patched.model), reference) <= LIMIT
     assert patched.counts == (2 * STEPS, STEPS)
 
@@ -306,87 +171,138 @@ def test_layers_are_looked_at_in_each_call_where_other_packs_take_part_in_a_run_
         assert len(looks) == (2 if others else 0)
 
 
-def in_place(layer: torch.nn.Module) -> None:
-    layer.weight.data.mul_(0.5)
-
-
-def other_parameter(layer: torch.nn.Module) -> None:
-    layer.weight = torch.nn.Parameter(layer.weight.detach() * 0.5, requires_grad=False)
-
-
-def other_data(layer: torch.nn.Module) -> None:
-    layer.weight.data = layer.weight.data * 0.5
-
-
-EDITS = (in_place, other_parameter, other_data)
-
-
-def edited(model: ModelPatcher, edit: Callable[[torch.nn.Module], None]) -> ModelPatcher:
-    with torch.inference_mode():
-        edit(model.model.diffusion_model.middle_block[0].in_layers[2])
-    return model
-
-
-@pytest.mark.fault("another pack writes to weights after the engine node",
-                   see="normal speed with a reason, or the new weights")
-@slow.when("torch", but=["in_place"])
-@BACKENDS
-@pytest.mark.parametrize("edit", EDITS)
-def test_weights_that_a_pack_writes_to_after_the_engine_node_act_as_in_native(
-    file: Path, library: Library, backend: str, edit: Callable
-) -> None:
-    native = sample(edited(load(file), edit))
-    patched = Patched(load(file), library, backend)
-    reference = patched.sample()
-    assert error(native, reference) > 1e-3
-    edited(patched.native, edit)
-    assert error(patched.sample(), native) <= LIMIT
-
-
-@BACKENDS
-@pytest.mark.parametrize("edit", [in_place, other_data])
-def test_weights_that_a_pack_writes_to_before_the_engine_node_act_as_in_native(
-    file: Path, library: Library, backend: str, edit: Callable
-) -> None:
-    native, patched = sample(edited(load(file), edit)), Patched(edited(load(file), edit), library, backend)
-    assert error(patched.sample(), native) <= LIMIT
-
-
-def other_code(_net: torch.nn.Module) -> Callable[[], None]:
-    own = cldm.ControlNet.forward
-    cldm.ControlNet.forward = lambda *args, **kwargs: scaled(own(*args, **kwargs))
-    return lambda: setattr(cldm.ControlNet, "forward", own)
-
-
-def scaled(result: dict) -> dict:
+def halved(result: dict) -> dict:
     return {name: [part * 0.5 for part in parts] for name, parts in result.items()}
 
 
-def hooked_control(net: torch.nn.Module) -> Callable[[], None]:
-    return with_a_hook(net.middle_block[0])
+@contextlib.contextmanager
+def with_a_weight_doubled(net: torch.nn.Module) -> Iterator[None]:
+    with torch.inference_mode():
+        net.zero_convs[0][0].weight.data.mul_(2.0)
+    yield
+    with torch.inference_mode():
+        net.zero_convs[0][0].weight.data.mul_(0.5)
 
 
-def edited_control(net: torch.nn.Module) -> Callable[[], None]:
-    net.zero_convs[0][0].weight.data.mul_(2.0)
-    return lambda: net.zero_convs[0][0].weight.data.mul_(0.5)
+CHANGES = {
+    "code": with_function(cldm.__name__, "ControlNet.forward", lambda own: lambda *a, **b: halved(own(*a, **b))),
+    "a hook": with_hook("middle_block.0"),
+    "a weight": with_a_weight_doubled,
+}
 
 
 @pytest.mark.fault("another pack changes a ControlNet", see="normal speed with a reason")
-@pytest.mark.parametrize("change", [other_code, hooked_control, edited_control])
-def test_a_controlnet_that_a_pack_changes_acts_as_in_native(controlled: Controlled, change: Callable) -> None:
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_controlnet_that_a_pack_changes_acts_as_in_native(controlled: Controlled, change: str) -> None:
     def native() -> torch.Tensor:
         return sample(controlled.model, control=controlled.plain)
 
     reference = native()
     assert error(controlled.sample(), reference) <= LIMIT
-    with torch.inference_mode():
-        back = change(controlled.native.model)
-    try:
+    with CHANGES[change](controlled.native.model):
         changed = native()
         assert error(changed, reference) > 1e-3, "it does nothing here"
         assert error(controlled.sample(), changed) <= LIMIT
-    finally:
-        with torch.inference_mode():
-            back()
     assert error(controlled.sample(), reference) <= LIMIT
     assert controlled.handle.stats.engine == STEPS
+
+
+# Weights that another pack keeps in its own way
+
+
+GGUF = {"GGUF": "GGUF weights", "GGUF, a layout": "quantised layers", "GGUF, in ComfyUI's layers": "quantised layers"}
+KINDS = {**GGUF, "NF4": "bitsandbytes weights",
+         "whole numbers": "Nunchaku weights", "another patcher": "GGUF weights"}  # fmt: skip
+
+
+@pytest.mark.fault("another pack's loader brings weights of its own (GGUF)", see="normal speed: *unsupported model*")
+@pytest.mark.parametrize(
+    ("kind", "backend"),
+    [*((kind, AUTO) for kind in KINDS), ("GGUF", "torch"), ("GGUF", "onnxruntime"),
+     *(pytest.param(kind, "torch", marks=pytest.mark.slow) for kind in GGUF if kind != "GGUF")],
+)
+def test_native_serves_it_and_the_reason_says_what_its_weights_are(
+    file: Path, library: Library, kind: str, backend: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with torch.inference_mode():
+        model = other_packs_weights.load(str(file), kind)
+        reference = sample(model)
+        if kind != "another patcher":
+            assert error(natively(file), reference) > 1e-4, "its weights are rounded"
+        with caplog.at_level(logging.WARNING):
+            patched = Patched(model, library, backend)
+    assert error(patched.sample(), reference) == 0
+    assert patched.counts == (0, STEPS)
+    assert list(patched.handle.stats.reasons) == [Reason.UNSUPPORTED_MODEL.value]
+    assert KINDS[kind] in status(patched.handle)
+    assert "Traceback" not in caplog.text
+
+
+@pytest.mark.parametrize("backend", ["torch", "onnxruntime"])
+def test_a_lora_on_it_acts_as_it_does_natively(file: Path, library: Library, backend: str) -> None:
+    with torch.inference_mode():
+        model = other_packs_weights.load(str(file), "GGUF")
+        plain, lora = sample(model), with_lora(model, ends=("to_k.weight", "to_q.weight"))
+        reference = sample(lora)
+        assert error(reference, plain) > 1e-2, "the LoRA acts"
+        patched = Patched(lora, library, backend)
+    assert error(patched.sample(), reference) == 0
+    assert patched.counts == (0, STEPS)
+    assert list(patched.handle.stats.reasons) == [Reason.UNSUPPORTED_MODEL.value]
+    assert error(sample(model), plain) == 0, "and leaves the model as it was"
+
+
+def test_a_controlnet_beside_it_is_recorded_and_it_never_is(
+    file: Path, library: Library, controlnet: ControlNet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Reading its blocks takes Python and new memory in each call, which no recording could hold."""
+    play_gpu(monkeypatch)
+    reads, read = [], other_packs_weights.out_of_blocks
+    monkeypatch.setattr(other_packs_weights, "out_of_blocks", lambda *given: reads.append(recording) or read(*given))
+    recording = 0
+    recorder = gpu_recorder(wait_point=False)
+
+    def record(body: Callable[[], None]) -> Any:
+        nonlocal recording
+        recording += 1
+        try:
+            return recorder(body)
+        finally:
+            recording -= 1
+
+    record.stream = recorder.stream
+    with torch.inference_mode():
+        model = other_packs_weights.load(str(file), "GGUF")
+        patched = Patched(model, library, "torch")
+        both = Controlled(patched.model, controlnet, library)
+        reference = sample(model, control=both.plain)
+    both.handle.session.graphs._capture = record
+    for _ in range(2):
+        assert error(both.sample(), reference) <= LIMIT
+    assert error(sample(model), reference) > 1e-3, "the ControlNet acts"
+    assert (both.handle.stats.engine, both.handle.stats.native) == (STEPS, 0)
+    assert patched.counts == (0, STEPS)
+    assert recorder.captured > 0
+    assert reads
+    assert set(reads) == {0}, "its layers ran while something was recorded"
+
+
+def test_in_a_real_comfyui_with_a_lora_and_two_controlnets_it_gives_natives_picture(sd15: ComfyProcess) -> None:
+    lora = ("LoraLoaderModelOnly", {"lora_name": "tiny_sd15_lora.safetensors", "strength_model": 0.8})
+    scenario = Scenario(controls=(A, B), loras_before=(lora,), steps=2, width=64, height=64)
+
+    def graph(scenario: Scenario, engines: bool, name: str) -> Prompt:
+        built = prompt(scenario, engines, name)
+        loader = node("TestOtherPacksWeights", unet_name=built["unet"]["inputs"]["unet_name"], kind="GGUF")
+        return built | {"unet": loader}
+
+    native = latent_of(sd15.queue(graph(scenario, False, "gguf_native")))
+    for changed in (scenario.but(loras_before=()), scenario.but(controls=())):
+        assert relative_difference(latent_of(sd15.queue(graph(changed, False, "gguf_other"))), native) > 1e-2
+    history = sd15.queue(graph(scenario, True, "gguf"))
+    assert relative_difference(latent_of(history), native) <= LIMIT
+    report = history.output("report", "report")[0]
+    assert report["unet"] == {"engine": 0, "native": 2, "reasons": {"unsupported model": 2}}
+    assert all(row["engine"] == 2 and row["native"] == 0 for row in report["controlnets"]), report
+    (text,) = history.output("unet_engine", "text")
+    assert "GGUF weights, and engines need plain ones" in text

@@ -7,7 +7,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 import torch
@@ -48,44 +47,63 @@ def hashing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[st
     hash_cache.use(None)
 
 
+def written(folder: Path, contents: bytes = b"1") -> Path:
+    """A file whose time tells nothing."""
+    file = folder / "model.safetensors"
+    with file.open("r+b" if file.exists() else "wb") as opened:
+        opened.write(contents)
+    os.utime(file, ns=(10**18, 10**18))
+    return file
+
+
 def test_a_file_is_hashed_once_for_all_starts(tmp_path: Path, hashing: list[str]) -> None:
-    file = tmp_path / "model.safetensors"
-    file.write_bytes(b"1")
+    file = written(tmp_path)
     first = from_file(file).weights_hash()
     assert from_file(file).weights_hash() == first
     assert hashing == [first], "the second start read it from disk"
-    file.write_bytes(b"22")
-    other = from_file(file, seed=2).weights_hash()
+    other = from_file(written(tmp_path, b"22"), seed=2).weights_hash()
     assert other != first
     assert hashing == [first, other], "the file has changed"
-
-
-def changed_values(network: NativeNetwork) -> None:
-    """As merging a LoRA does: no norm and no bias is another."""
-    with torch.no_grad():
-        network.module.get_parameter(next(n for n in lora_names(network))).mul_(1.01)
 
 
 def lora_names(network: NativeNetwork) -> list[str]:
     return [name for name, _ in network.module.named_parameters() if name.endswith("to_k.weight")]
 
 
+def merged(network: NativeNetwork) -> NativeNetwork:
+    """As merging a LoRA does: no norm and no bias is another."""
+    with torch.no_grad():
+        network.module.get_parameter(lora_names(network)[0]).mul_(1.01)
+    return network
+
+
+def one_value_changed(network: NativeNetwork) -> NativeNetwork:
+    """As an edit of a file would have it: nothing that a sample holds is another."""
+    with torch.no_grad():
+        network.module.get_parameter(lora_names(network)[0])[1, 1] += 1
+    return network
+
+
+OTHERS: dict[str, Callable[[Path], NativeNetwork]] = {
+    "another checkpoint": lambda file: from_file(file, seed=2),
+    "a merged LoRA": lambda file: merged(from_file(file)),
+    "edited in one place": lambda file: one_value_changed(from_file(file)),
+}
+
+
 @pytest.mark.fault("a checkpoint's weights change, its size and time do not", see="normal speed: *no engine*")
-@pytest.mark.parametrize("kind", ["another checkpoint", "a merged LoRA"])
+@pytest.mark.parametrize("kind", OTHERS)
 def test_a_file_of_the_same_size_and_time_with_other_weights_has_another_hash(
     tmp_path: Path, hashing: list[str], kind: str
 ) -> None:
-    file = tmp_path / "model.safetensors"
-    file.write_bytes(b"1")
-    os.utime(file, ns=(10**18, 10**18))
+    file = written(tmp_path)
     first = from_file(file).weights_hash()
-    wait_until_read()
-    file.unlink()
-    file.write_bytes(b"2")
-    os.utime(file, ns=(10**18, 10**18))
-    other = from_file(file, seed=2 if kind == "another checkpoint" else 1)
-    if kind == "a merged LoRA":
-        changed_values(other)
+    if kind != "edited in one place":
+        wait_until_read()
+        file.unlink()
+    other = OTHERS[kind](written(tmp_path, b"2"))
+    if kind == "edited in one place":
+        assert weight_hash._sample(other.patcher, "") == weight_hash._sample(from_file(file).patcher, "")
     assert other.weights_hash() != first
     assert len(hashing) == 2
 
@@ -97,40 +115,15 @@ def wait_until_read() -> None:
             thread.join(10)
 
 
-def one_value_changed(network: NativeNetwork) -> NativeNetwork:
-    """As an edit of a file would have it: nothing that a sample holds is another."""
-    with torch.no_grad():
-        network.module.get_parameter(lora_names(network)[0])[1, 1] += 1
-    return network
-
-
-def test_a_file_that_was_edited_in_one_place_has_another_hash(tmp_path: Path, hashing: list[str]) -> None:
-    file = tmp_path / "model.safetensors"
-    file.write_bytes(b"1")
-    os.utime(file, ns=(10**18, 10**18))
-    first = from_file(file).weights_hash()
-    with file.open("r+b") as edited:
-        edited.write(b"2")
-    os.utime(file, ns=(10**18, 10**18))
-    other = one_value_changed(from_file(file))
-    assert weight_hash._sample(other.patcher, "") == weight_hash._sample(from_file(file).patcher, "")
-    assert other.weights_hash() != first
-    assert len(hashing) == 2
-
-
 def test_an_edit_that_left_no_sign_is_found_at_the_second_use(
     tmp_path: Path, hashing: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(hash_cache, "state_of", lambda path: (1, 2, 3, 4))
-    file = tmp_path / "model.safetensors"
-    file.write_bytes(b"1")
-    os.utime(file, ns=(10**18, 10**18))
-    first = from_file(file)
+    first = from_file(written(tmp_path))
     assert first.weights_hash() == first.weights_hash()
     digests_are_kept(tmp_path / "library")
-    file.write_bytes(b"2")
-    os.utime(file, ns=(10**18, 10**18))
-    next_start(hash_cache, monkeypatch)
+    file = written(tmp_path, b"2")
+    monkeypatch.setattr(hash_cache, "_digests", {})  # another process remembers nothing
     other = one_value_changed(from_file(file))
     assert other.weights_hash() == first.weights_hash(), "nobody has read the file yet"
     assert other.weights_hash() != first.weights_hash()
@@ -142,28 +135,18 @@ def digests_are_kept(folder: Path) -> None:
     """Wait until the threads that read files have told what they read."""
     for digest in list(hash_cache._digests.values()):
         digest.result()
-    wait_for(lambda: '"file ' in (folder / hash_cache.FILE_NAME).read_text().replace("\\", ""))
-
-
-def wait_for(done: Callable[[], bool]) -> None:
-    until = time.monotonic() + 60
-    while not done():
+    kept, until = folder / hash_cache.FILE_NAME, time.monotonic() + 60
+    while '"file ' not in kept.read_text().replace("\\", ""):
         assert time.monotonic() < until
         time.sleep(0.01)
 
 
-def next_start(module: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another process remembers nothing."""
-    monkeypatch.setattr(module, "_digests", {})
-
-
 def test_patched_or_otherwise_loaded_models_are_hashed_themselves(tmp_path: Path, hashing: list[str]) -> None:
-    file = tmp_path / "model.safetensors"
-    file.write_bytes(b"1")
+    file = written(tmp_path)
     plain = from_file(file)
     plain.weights_hash()
     patched = plain.patcher.clone()
-    name = next(name for name, p in patched.model.named_parameters() if name.endswith("to_k.weight"))
+    name = lora_names(plain)[0]
     patched.add_patches({name: ("diff", (patched.model.get_parameter(name) + 1,))})
     lora = NativeNetwork(patched, plain.module, plain.prefix, plain.dtype, "lora", plain.role)
     assert lora.weights_hash() != plain.weights_hash()
@@ -178,8 +161,7 @@ def test_patched_or_otherwise_loaded_models_are_hashed_themselves(tmp_path: Path
 
 
 def test_a_read_only_library_only_costs_the_hash(tmp_path: Path, hashing: list[str]) -> None:
-    file = tmp_path / "model.safetensors"
-    file.write_bytes(b"1")
+    file = written(tmp_path)
     with read_only(tmp_path / "library"):
         assert from_file(file).weights_hash() == from_file(file).weights_hash()
     assert len(hashing) == 2
@@ -189,15 +171,11 @@ def test_no_engine_for_a_model_is_known_without_hashing_it(tmp_path: Path, hashi
     mine, other = small_network(1), small_network(2)
     library = Library([tmp_path])
     assert not library.may_have("sd15_unet", mine.fingerprint)
-    work = library.building_folder()
-    (work / "model.onnx").write_bytes(b"\x08")
     identity = EngineIdentity("sd15_unet", "a" * 64, "float32", PROFILE, "onnxruntime", "1", "any")
-    files = describe_files(work, ["model.onnx"])
-    library.publish(
-        work, Manifest(identity, "unet", "mine", SPECS, SPECS, files, fingerprint=mine.fingerprint())
-    )
+    with library.building_folder() as work:
+        (work / "model.onnx").write_bytes(b"\x08")
+        files = describe_files(work, ["model.onnx"])
+        library.publish(work, Manifest(identity, "unet", "mine", SPECS, SPECS, files, fingerprint=mine.fingerprint()))
     assert library.may_have("sd15_unet", mine.fingerprint)
     assert not library.may_have("sd15_unet", other.fingerprint)
     assert not library.may_have("sdxl_unet", mine.fingerprint)
-
-

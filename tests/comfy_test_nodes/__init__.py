@@ -23,8 +23,6 @@ from comfy.nested_tensor import NestedTensor
 from comfy_api.latest import ComfyExtension, io
 from comfy_execution.graph_utils import GraphBuilder, is_link
 
-import nodes  # ComfyUI's
-
 from . import held_memory, image_nodes, interrupts, model_patches, other_packs_sampling, prompt_parts, stream_double
 
 SUPPORT = Path(__file__).resolve().parents[1] / "support"
@@ -108,20 +106,6 @@ def save_latent(latent: dict, name: str) -> io.NodeOutput:
     return io.NodeOutput(ui={"latent": [str(path), list(values.shape)]})
 
 
-def sample_twice(model: object, second_model: object, positive: list, negative: list, latent_image: dict, seed: int,
-                 steps: int) -> dict:
-    """Sample twice inside one execution of a node, as nodes for XY plots do; return a batch of both latents."""
-    given = (seed, steps, 5.0, "euler", "normal", positive, negative, latent_image)
-    return {"samples": torch.cat([nodes.common_ksampler(m, *given)[0]["samples"] for m in (model, second_model)])}
-
-
-def second_device(model: object, there: bool) -> object:
-    """Stand in for a second GPU: from now on ComfyUI takes the CPU under a second name for one, or no more."""
-    devices = [torch.device("cpu"), torch.device("cpu", 1)][: 2 if there else 1]
-    model_management.get_all_torch_devices = lambda exclude_current=False: devices[int(exclude_current):]
-    return model
-
-
 def union(control_net: controlnet.ControlNet, types: int) -> controlnet.ControlNet:
     """Return a ControlNet with the parts that make it a union ControlNet, in random weights."""
     net = copy.deepcopy(control_net.control_model)
@@ -198,14 +182,6 @@ def with_sound(width: int, height: int, length: int, batch: int) -> dict:
 def latent(seed: int, width: int, height: int, channels: int) -> dict:
     """Return a random latent, as a VAE might have encoded one."""
     return {"samples": _random(seed, 1, channels, height, width)}
-
-
-def foreign_change(model: model_patcher.ModelPatcher, place: str, way: str, where: str) -> model_patcher.ModelPatcher:
-    """Return a model that another pack changes while a place of ComfyUI's runs; see ``foreign_changes``."""
-    changes = _support("foreign_changes")
-    ways = {"method": changes.with_method, "blocks": lambda name: changes.with_part(name, changes.caching),
-            "function": lambda name: changes.with_function(*name.split(":"))}  # fmt: skip
-    return changes.changing(model, place, ways[way](where))
 
 
 def fun_patch(version: str, other: bool = False) -> model_patcher.ModelPatcher:
@@ -332,9 +308,6 @@ NODES = [
         integer("channels", 3, 1, 4),
     ], io.Image),
     _node("TestSaveLatent", save_latent, [io.Latent.Input("latent"), io.String.Input("name", default="latent")]),
-    _node("TestSampleTwice", sample_twice, [
-        MODEL, io.Model.Input("second_model"), *CONDITIONINGS, LATENT, SEED, STEPS], io.Latent),
-    _node("TestSecondDevice", second_device, [MODEL, io.Boolean.Input("there")], io.Model),
     _node("TestUnionControlNet", union, [CONTROL, integer("types", 8, 1, 8)], io.ControlNet),
     _node("TestOtherPacksWeights", other_packs_weights, [
         io.String.Input("unet_name"), io.String.Input("kind", default="GGUF")], io.Model),
@@ -349,8 +322,6 @@ NODES = [
     _node("TestFunPatch", fun_patch, [
         io.String.Input("version", default="2.1"), io.Boolean.Input("other", default=False, optional=True)],
         io.Custom("MODEL_PATCH")),
-    _node("TestForeignChange", foreign_change, [
-        MODEL, *(io.String.Input(name) for name in ("place", "way", "where"))], io.Model),
     _node("TestToyModel", toy_model, [SEED], io.Model, io.ControlNet),
     # what stands in the loop is no input of its start
     _node("TestStartLoop", start_loop, [integer("first", 0, 0), integer("step", 1, 1), integer("count", 2, 1, 8)],
@@ -370,8 +341,6 @@ NODES = [
     _node("TestHoldBuilds", hold_builds, [io.String.Input("phase")]),
     _node("TestModelPatch", model_patches.patched, [
         MODEL, io.Combo.Input("kind", options=list(model_patches.KINDS))], io.Model),
-    _node("TestControlLora", model_patches.control_lora, [
-        CONTROL, io.String.Input("name"), io.Float.Input("strength", default=0.8)], io.ControlNet),
     _node("TestQwenFun", model_patches.qwen_fun, [CONTROL], io.ControlNet),
     _node("TestTiles", in_tiles, [MODEL, io.String.Input("way")], io.Model),
     _node("TestOwnForward", other_packs_sampling.with_own_forward, [

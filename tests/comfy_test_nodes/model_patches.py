@@ -5,16 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import comfy.lora
 import comfy.samplers
-import folder_paths
 import torch
 from comfy.controlnet import ControlNet, QwenFunControlNet
 from comfy.ldm.modules.attention import optimized_attention
 from comfy.ldm.modules.diffusionmodules.openaimodel import ResBlock
 from comfy.model_patcher import ModelPatcher
 from comfy.patcher_extension import PatcherInjection, WrappersMP
-from comfy.utils import load_torch_file
 
 SHARE = 0.9
 MIDDLE = "diffusion_model.middle_block.0.in_layers.2.weight"
@@ -175,18 +172,6 @@ def patched(model: ModelPatcher, kind: str) -> ModelPatcher:
     other = model.clone()
     KINDS[kind](other)
     return other
-
-
-def control_lora(control_net: ControlNet, name: str, strength: float) -> ControlNet:
-    """Return a ControlNet whose own weights have a UNet's LoRA in, by a clone of its patcher."""
-    made = control_net.copy()
-    made.control_model_wrapped = patcher = control_net.control_model_wrapped.clone()
-    weights = [key for key in patcher.model.state_dict() if key.endswith(".weight")]
-    keys = {f"lora_unet_{key.removesuffix('.weight').replace('.', '_')}": key for key in weights}
-    found = comfy.lora.load_lora(load_torch_file(folder_paths.get_full_path_or_raise("loras", name)), keys)
-    if not patcher.add_patches(found, strength):
-        raise ValueError(f"{name} has nothing for a ControlNet")
-    return made
 
 
 def qwen_fun(control_net: ControlNet) -> QwenFunControlNet:

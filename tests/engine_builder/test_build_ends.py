@@ -41,25 +41,6 @@ PHASES = ["exporting", "slow: compiling"]
 """One of each of a build's two processes."""
 
 
-@pytest.mark.fault("a build is cancelled in any of its phases", see="it ends promptly; nothing is left")
-@pytest.mark.parametrize("phase", PHASES)
-def test_a_cancel_takes_effect_promptly_in_every_phase(
-    queue: BuildQueue, network: NativeNetwork, backend: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, phase: str
-) -> None:
-    monkeypatch.setenv("HYBRID_TRT_TEST_BUILD", "silence")
-    job = queue.submit(order(network, backend), Library([tmp_path]))
-    assert until(lambda: job.phase == phase or job.state.final, 60)
-    assert job.state is State.RUNNING, job.message
-    processes = children()
-    assert processes
-    begun = time.monotonic()
-    queue.cancel(job)
-    assert job.state is State.CANCELLED
-    assert gone(processes, PROMPTLY)
-    assert until(lambda: contents(tmp_path) == [], PROMPTLY)
-    assert time.monotonic() - begun < PROMPTLY
-
-
 @pytest.mark.fault("the system kills the builder", see="an error in one sentence; the next build succeeds")
 @pytest.mark.parametrize("phase", PHASES)
 def test_a_builder_that_is_killed_fails_the_job_and_the_next_one_succeeds(
@@ -91,17 +72,6 @@ def test_a_builder_that_is_killed_fails_the_job_and_the_next_one_succeeds(
 
 
 @pytest.mark.fault("a build takes longer than the settings allow", see="an error in one sentence")
-def test_a_build_that_takes_longer_than_the_settings_allow_is_given_up(
-    network: NativeNetwork, backend: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("HYBRID_TRT_TEST_BUILD", "silence")
-    write_settings(tmp_path, Settings(build_minutes=0.05))
-    with pytest.raises(BuildError, match=r"longer than the 0.05 minutes .* normal model keeps running; raise"):
-        build_module.build_engine(order(network, backend), Library([tmp_path]), lambda *_: None)
-    assert children() == []
-    assert contents(tmp_path) == []
-
-
 @pytest.mark.parametrize("step", ["export", "build"])
 def test_every_step_of_a_build_counts_as_its_time(
     network: NativeNetwork, backend: Any, tmp_path: Path, step: str
@@ -113,7 +83,7 @@ def test_every_step_of_a_build_counts_as_its_time(
         return pretend(task)
 
     write_settings(tmp_path, Settings(build_minutes=0.005))
-    with pytest.raises(BuildError, match=r"longer than the 0.005 minutes"):
+    with pytest.raises(BuildError, match=r"longer than the 0.005 minutes .* normal model keeps running; raise"):
         build_module.build_engine(order(network, backend), Library([tmp_path]), lambda *_: None, run=run)
     assert contents(tmp_path) == []
 
@@ -199,5 +169,3 @@ def test_a_read_only_library_is_told(network: NativeNetwork, backend: Any, tmp_p
         message = run_build(network, backend, folder)
     assert "cannot be written" in message
     assert "give ComfyUI the right to write there" in message
-
-

@@ -72,6 +72,7 @@ def test_prompts_go_on_while_an_engine_is_built_and_the_next_one_uses_it(comfy: 
     assert set(comfy.queue(graph).cached) == set(graph), "nothing runs again without need"
 
 
+@pytest.mark.fault("a build is cancelled in any of its phases", see="it ends promptly; nothing is left")
 def test_a_build_in_the_background_can_be_cancelled_and_stays_so(comfy: ComfyProcess) -> None:
     graph = prompt(OTHER, engines=True, name="cancelled")
     assert comfy.queue(graph).ok

@@ -21,7 +21,7 @@ from hybrid_trt.engine_builder import jobs as jobs_module
 from hybrid_trt.engine_builder.expected_time import expected_seconds
 from hybrid_trt.engine_builder.jobs import BuildQueue, Job, State
 from hybrid_trt.engine_builder.order import BuildOrder
-from hybrid_trt.engine_library import BuildError, EngineIdentity, Library, LibraryError, Manifest
+from hybrid_trt.engine_library import EngineIdentity, Library, LibraryError, Manifest
 from hybrid_trt.engine_library.engine import describe_files
 
 __all__ = ["backend", "network", "queue"]  # fixtures: pytest finds them by name
@@ -150,22 +150,6 @@ def test_one_is_built_at_a_time_and_listeners_hear_of_everything(
         assert list(dict.fromkeys(states)) == ["queued", "running", "done"]
 
 
-def test_a_failure_is_told_and_the_next_build_runs(
-    queue: BuildQueue, network: NativeNetwork, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    errors = [MemoryError("no room"), LibraryError("the disk of x is full. Delete something")]
-    monkeypatch.setattr(jobs_module, "build_engine", lambda *_, **__: (_ for _ in ()).throw(errors.pop(0)))
-    first, second = (queue.submit(one, Library([tmp_path])) for one in orders(network, 2))
-    assert first.wait(60)
-    assert second.wait(60)
-    assert first.state is second.state is State.FAILED
-    assert "MemoryError (no room)" in first.message
-    assert "the normal model keeps running" in first.message
-    assert second.message == "The disk of x is full. Delete something."
-    assert second.to_json()["state"] == "failed"
-    assert "The disk of x is full. Delete something." in second.log[-1]
-
-
 @pytest.mark.fault("anything is raised in the thread that builds", see="an error in one sentence; later builds run")
 @pytest.mark.parametrize("error", [model_management.InterruptProcessingException(), SystemExit(1), RecursionError("x")])
 @pytest.mark.parametrize("where", ["build", "time", "listener"])
@@ -197,8 +181,8 @@ def succeed(*_: Any, **__: Any) -> None:
     pass
 
 
-def fail(order: BuildOrder, *_: Any, **__: Any) -> None:
-    raise BuildError(f"{order.network.label} is not to be built")
+def fail(*_: Any, **__: Any) -> None:
+    raise LibraryError("the disk of x is full. Delete something")
 
 
 @pytest.mark.parametrize("build", [succeed, fail])
@@ -213,6 +197,9 @@ def test_a_job_that_ended_holds_no_model(
     alive = weakref.ref(model.patcher.model)
     job = queue.submit(order(model, backends()["onnxruntime"]), Library([tmp_path]))
     assert job.wait(60)
+    if build is fail:
+        assert (job.state, job.message) == (State.FAILED, "The disk of x is full. Delete something.")
+        assert job.message in job.log[-1]
     del model
 
     def freed() -> bool:
@@ -312,10 +299,10 @@ def test_the_expected_time_comes_from_builds_like_it_and_from_no_others(
                   "created": "2026-01-01T00:00:00+00:00"}
         identity |= {k: v for k, v in changes.items() if k in identity}
         fields |= {k: v for k, v in changes.items() if k in fields}
-        folder = library.building_folder()
-        (folder / "model.onnx").write_bytes(b"x")
-        library.publish(folder, Manifest(EngineIdentity(**identity), fields.pop("kind"), "m", (), (),
-                                         describe_files(folder, ["model.onnx"]), **fields))
+        with library.building_folder() as folder:
+            (folder / "model.onnx").write_bytes(b"x")
+            library.publish(folder, Manifest(EngineIdentity(**identity), fields.pop("kind"), "m", (), (),
+                                             describe_files(folder, ["model.onnx"]), **fields))
 
     for other in ({"kind": "other"}, {"backend": "another"}, {"device": "another"}, {"precision": "bfloat16"},
                   {"parameters": parameters * 5}, {"parameters": parameters // 5}, {"parameters": 0}):

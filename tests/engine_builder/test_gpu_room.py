@@ -58,9 +58,14 @@ class Asking(threading.Thread):
         self.told: list[str] = []
         self._make_room = make_room
         self.start()
+        assert until(lambda: self.told, 60)
 
     def run(self) -> None:
         self._make_room(GPU, self.told.append)
+
+    def ends(self) -> None:
+        self.join(60)
+        assert not self.is_alive()
 
 
 @pytest.fixture
@@ -93,14 +98,12 @@ def test_a_running_prompt_is_waited_for_and_comfyuis_own_thread_unloads(
     gpu_room: Any, queue: QueueDouble, unloaded: list[str]
 ) -> None:
     asking = Asking(gpu_room.make_room)
-    assert until(lambda: asking.told, 60)
     time.sleep(2 * gpu_room.POLL)
     assert asking.is_alive()
     assert unloaded == []
     assert set(asking.told) == {"waiting for the running prompt"}
     queue.between_prompts()
-    asking.join(60)
-    assert not asking.is_alive()
+    asking.ends()
     assert unloaded == [threading.current_thread().name]
 
 
@@ -111,10 +114,8 @@ def test_a_prompt_that_waits_for_the_build_itself_unloads_and_is_not_waited_for(
         give_room()
         assert unloaded == [], "nobody asked"
         asking = Asking(gpu_room.make_room)
-        assert until(lambda: asking.told, 60)
         give_room()
-        asking.join(60)
-        assert not asking.is_alive()
+        asking.ends()
         give_room()
     assert unloaded == [threading.current_thread().name]
     assert queue.flags == {}, "ComfyUI would unload once more after the prompt"
@@ -124,25 +125,19 @@ def test_a_prompt_that_begins_to_wait_for_a_build_while_that_waits_for_it_ends_t
     gpu_room: Any, unloaded: list[str]
 ) -> None:
     asking = Asking(gpu_room.make_room)
-    assert until(lambda: asking.told, 60)
     with gpu_room.waiting_prompt() as give_room:
         give_room()
-        asking.join(60)
-        assert not asking.is_alive()
+        asking.ends()
     assert len(unloaded) == 1
 
 
-def test_a_prompt_that_no_longer_waits_is_waited_for(
-    gpu_room: Any, queue: QueueDouble, unloaded: list[str]
-) -> None:
+def test_a_prompt_that_no_longer_waits_is_waited_for(gpu_room: Any, queue: QueueDouble, unloaded: list[str]) -> None:
     with gpu_room.waiting_prompt():
         asking = Asking(gpu_room.make_room)
-        assert until(lambda: asking.told, 60)
     time.sleep(2 * gpu_room.POLL)
     assert asking.is_alive()
     queue.between_prompts()
-    asking.join(60)
-    assert not asking.is_alive()
+    asking.ends()
     assert len(unloaded) == 1
 
 

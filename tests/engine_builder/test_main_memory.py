@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 from builds import ROOT, contents, order, pretend, slow_backend, small_network
-from child_memory import Measured
 from fake_engine import publish_engine
 from hybrid_trt.architectures.shapes import Profile, Range
 from hybrid_trt.backends import backends
@@ -83,15 +82,6 @@ def test_what_runs_on_a_cpu_is_small_though_the_engine_takes_large_pictures_alon
     assert math.prod(tasks[0]["traced"][name] for name in "BHW") <= 8192
     assert 0 < tasks[0]["memory"] < resources.available_bytes(), "and Linux does not have to end anything"
     assert "memory" not in tasks[1]
-
-
-@pytest.mark.slow
-def test_a_small_network_for_large_pictures_alone_is_built_in_little_memory(tmp_path: Path) -> None:
-    sides, measured = Range(128, 128, 128), Measured()
-    profile = Profile({"B": Range(2, 2, 2), "H": sides, "W": sides, "T": Range(77, 77, 77)})
-    wanted = order(small_network(), backends()["onnxruntime"], profile)
-    build_engine(wanted, Library([tmp_path]), lambda *_: None, run=measured)
-    assert measured.steps["export"]["peak_gb"] < 1.5
 
 
 @pytest.mark.parametrize("error", [

@@ -13,9 +13,9 @@ from hybrid_trt.architectures.shapes import Dim, TensorSpec, sample_inputs
 from hybrid_trt.backends import LiveTask
 from hybrid_trt.backends.torch_inductor import compile_step
 from hybrid_trt.backends.torch_inductor.compile_step import COMPILED_LIMITS, compile_network
-from hybrid_trt.comfy_model.float32 import results_in_float32
+from hybrid_trt.comfy_model.torch_kernels import results_in_float32
 from hybrid_trt.engine_builder.worker import parity
-from hybrid_trt.engine_library import BuildError, yardstick
+from hybrid_trt.engine_library import BuildError, measurements
 from hybrid_trt.engine_library.engine import relative_error
 
 SPECS = [TensorSpec(name, "float16", (Dim("B"), 64)) for name in ("x", "out")]
@@ -67,14 +67,14 @@ def compared(function: torch.nn.Module, results: tuple, precision: str = "float1
     (1.0, float("inf"), 1e-2),  # native is not finite in half precision: it measures nothing
 ], ids=str)  # fmt: skip
 def test_the_limit_is_natives_own_error_and_a_fifth(error: float, native: float | None, limit: float) -> None:
-    found = yardstick.judged(error, native, 1e-3, 1e-2)
+    found = measurements.judged(error, native, 1e-3, 1e-2)
     assert found["limit"] == pytest.approx(limit)
-    assert yardstick.over_limit([found, yardstick.judged(limit, native, 1e-3, 1e-2)]) == found
+    assert measurements.over_limit([found, measurements.judged(limit, native, 1e-3, 1e-2)]) == found
 
 
 def test_a_value_that_is_not_finite_is_over_every_limit() -> None:
-    assert yardstick.over_limit([yardstick.judged(float("nan"), 0.5, 1e-3, 1e-2)])
-    assert yardstick.over_limit([yardstick.judged(float("inf"), float("inf"), 1e-3, 1e-2)])
+    assert measurements.over_limit([measurements.judged(float("nan"), 0.5, 1e-3, 1e-2)])
+    assert measurements.over_limit([measurements.judged(float("inf"), float("inf"), 1e-3, 1e-2)])
 
 
 def test_float32_is_computed_with_the_same_weights_and_buffers_also_where_layers_are_fused() -> None:
@@ -119,7 +119,7 @@ def test_what_rounds_little_is_held_to_little() -> None:
         compared(function, off(function, 5e-3))  # which the old limit let pass
 
 
-def test_without_memory_for_float32_native_is_compared_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_memory_for_float32_native_is_compared_as_before() -> None:
     function = Amplifying()
 
     def no_memory(layer: torch.nn.Module, args: tuple) -> None:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -68,55 +67,15 @@ def a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(backends()[backend], "cannot_run", lambda _device: None)
 
 
-@pytest.fixture
-def net(kind: str) -> NativeNetwork:
-    return network(kind, "unlike_levels")
-
-
-@pytest.fixture
-def ort(exported: Path, tmp_path: Path) -> Callable[..., Engine]:
-    """Puts the engine of ONNX Runtime into the test's library, with what this machine knows of it."""
-
-    def put(figures: dict, gpu: str = HERE) -> Engine:
-        folder = shutil.copytree(exported, tmp_path / exported.name, dirs_exist_ok=True)
-        (engine,) = [e for e in Library([tmp_path]).engines() if e.folder == folder]
-        trust.keep(folder, engine.manifest, trust.Record(trust.BUILT, parity={"rel_err": 1e-6, **figures}, gpu=gpu))
-        return engine
-
-    return put
-
-
-def torch_engine(net: NativeNetwork, folder: Path, figures: dict, profile: Profile = PROFILE) -> Engine:
-    """A compiled engine with a file for the opt sizes, which does not open: then the network runs uncompiled."""
-    specs = net.architecture()
-    inputs, outputs = specs.engine_inputs(net.module, "float32"), specs.outputs(net.module, "float32")
-    used = {d.symbol for spec in inputs for d in spec.dims if not isinstance(d, int)}
-    library = Library([folder])
-    building = library.building_folder()
-    name = file_name(profile.only(used).sizes("opt"))
-    (building / name).write_bytes(b"what Inductor made")
-    identity = EngineIdentity(specs.name, TORCH.weights(net), "float32", profile.only(used), "torch", TORCH.version(),
-                              TORCH.target(CPU))
-    manifest = Manifest(identity, specs.role.value, net.label, tuple(inputs), tuple(outputs),
-                        describe_files(building, [name]), parity={"rel_err": 1e-6, **figures})
-    return library.publish(building, manifest, record=trust.Record(trust.BUILT, gpu=HERE))
-
-
 def like(engine: Engine, figures: dict, fingerprint: str = "", **changes: Any) -> Engine:
     """One that does not open: by default for another checkpoint or another LoRA, with the same biases and norms."""
     library = Library([engine.folder.parent])
-    building = library.building_folder()
-    (building / "model.onnx").write_bytes(b"other weights")
     identity = replace(engine.manifest.identity, **{"weights": "f" * 64, **changes})
-    manifest = replace(engine.manifest, identity=identity, files=describe_files(building, ["model.onnx"]),
-                       fingerprint=fingerprint or engine.manifest.fingerprint)
-    return library.publish(building, manifest, record=trust.Record(trust.BUILT, parity=figures, gpu=HERE))
-
-
-def handle_of(net: NativeNetwork, folder: Path, profile: Profile = PROFILE, backend: str = AUTO) -> EngineHandle:
-    # outside of a prompt all tests of a process would count for one node
-    choice = EngineChoice(profile, backend=backend)
-    return EngineHandle.look_up(net, choice, Library([folder]), f"{net.module!r:.9}{folder}")
+    with library.building_folder() as building:
+        (building / "model.onnx").write_bytes(b"other weights")
+        manifest = replace(engine.manifest, identity=identity, files=describe_files(building, ["model.onnx"]),
+                           fingerprint=fingerprint or engine.manifest.fingerprint)
+        return library.publish(building, manifest, record=trust.Record(trust.BUILT, parity=figures, gpu=HERE))
 
 
 def serve(handle: EngineHandle, sizes: dict[str, int] = SIZES, patcher: ModelPatcher | None = None) -> float:
@@ -134,112 +93,144 @@ def serve(handle: EngineHandle, sizes: dict[str, int] = SIZES, patcher: ModelPat
     return max(relative_error(a, b) for a, b in zip(result.values(), expected, strict=True))
 
 
-def taken(net: NativeNetwork, folder: Path, **choice: Any) -> list[str]:
-    """The engines that a node takes, the page says the same."""
-    handle = handle_of(net, folder, **choice)
-    found = [e.folder.name for e in handle.session.engines]
-    states = NodeStates(Library([folder]), BuildQueue())
-    states.learn("key", handle)
-    told = states.state("key", NodeRequest(handle.network.role.value, net.label, False, AUTO))
-    assert [told["engine"]["name"] if told["engine"] else None] == (found[:1] or [None])
-    return found
+@dataclass(frozen=True)
+class Shelf:
+    """A network, and the library with its engines."""
+
+    net: NativeNetwork
+    folder: Path
+    exported: Path
+
+    def ort(self, figures: dict, gpu: str = HERE) -> Engine:
+        """Put the engine of ONNX Runtime there, with what this machine knows of it."""
+        folder = shutil.copytree(self.exported, self.folder / self.exported.name, dirs_exist_ok=True)
+        (engine,) = [e for e in Library([self.folder]).engines() if e.folder == folder]
+        trust.keep(folder, engine.manifest, trust.Record(trust.BUILT, parity={"rel_err": 1e-6, **figures}, gpu=gpu))
+        return engine
+
+    def torch(self, figures: dict, profile: Profile = PROFILE) -> Engine:
+        """Put a compiled engine there with a file for the opt sizes, which does not open: it runs uncompiled then."""
+        specs, module = self.net.architecture(), self.net.module
+        inputs, outputs = specs.engine_inputs(module, "float32"), specs.outputs(module, "float32")
+        used = {d.symbol for spec in inputs for d in spec.dims if not isinstance(d, int)}
+        library = Library([self.folder])
+        building = library.building_folder()
+        name = file_name(profile.only(used).sizes("opt"))
+        (building / name).write_bytes(b"what Inductor made")
+        identity = EngineIdentity(specs.name, TORCH.weights(self.net), "float32", profile.only(used), "torch",
+                                  TORCH.version(), TORCH.target(CPU))  # fmt: skip
+        manifest = Manifest(identity, specs.role.value, self.net.label, tuple(inputs), tuple(outputs),
+                            describe_files(building, [name]), parity={"rel_err": 1e-6, **figures})  # fmt: skip
+        return library.publish(building, manifest, record=trust.Record(trust.BUILT, gpu=HERE))
+
+    def handle(self, profile: Profile = PROFILE, backend: str = AUTO, net: NativeNetwork | None = None) -> EngineHandle:
+        """Look engines up as a node does; outside of a prompt all tests of a process would count for one node."""
+        net = net or self.net
+        choice = EngineChoice(profile, backend=backend)
+        return EngineHandle.look_up(net, choice, Library([self.folder]), f"{net.module!r:.9}{self.folder}")
+
+    def taken(self, **choice: Any) -> list[str]:
+        """Return the engines that a node takes, the page says the same."""
+        handle = self.handle(**choice)
+        found, engine = [e.folder.name for e in handle.session.engines], self.page_says(handle)["engine"]
+        assert [engine["name"] if engine else None] == (found[:1] or [None])
+        return found
+
+    def page_says(self, handle: EngineHandle, backend: str = AUTO) -> dict[str, Any]:
+        """Return the state that the page shows for a node that has run."""
+        states = NodeStates(Library([self.folder]), BuildQueue())
+        states.learn("key", handle)
+        return states.state("key", NodeRequest(handle.network.role.value, self.net.label, False, backend))
+
+
+@pytest.fixture
+def shelf(kind: str, tmp_path: Path, exported: Path) -> Shelf:
+    return Shelf(network(kind, "unlike_levels"), tmp_path, exported)
 
 
 # Which engine it takes
 
 
-def test_auto_takes_an_engine_of_any_backend_that_was_timed_on_this_gpu(
-    net: NativeNetwork, ort: Callable[..., Engine], tmp_path: Path
-) -> None:
+def test_auto_takes_an_engine_of_any_backend_that_was_timed_on_this_gpu(shelf: Shelf) -> None:
     for figures, where in (({}, HERE), (FASTER, ELSEWHERE), (FASTER, "")):
-        unproven = ort(figures, where)
-        assert taken(net, tmp_path) == [], f"{figures} on {where!r} proves nothing"
+        unproven = shelf.ort(figures, where)
+        assert shelf.taken() == [], f"{figures} on {where!r} proves nothing"
         by_name = [unproven.folder.name] if where == HERE else []  # there it would have to be checked first
-        handle = handle_of(net, tmp_path, backend="onnxruntime")
+        handle = shelf.handle(backend="onnxruntime")
         assert [e.folder.name for e in (handle.session.engines if handle.session else [])] == by_name
-        assert serve(handle := handle_of(net, tmp_path)) <= LIMIT
+        assert serve(handle := shelf.handle()) <= LIMIT
         assert handle.stats.backend == "torch"
-    engine = ort(FASTER)
-    assert taken(net, tmp_path) == [engine.folder.name]
-    assert serve(handle := handle_of(net, tmp_path)) <= LIMIT
+    engine = shelf.ort(FASTER)
+    assert shelf.taken() == [engine.folder.name]
+    assert serve(handle := shelf.handle()) <= LIMIT
     assert (handle.stats.backend, handle.stats.engine_name) == ("onnxruntime", engine.folder.name)
 
 
-def test_one_engines_figures_prove_nothing_of_another_engine_of_its_backend(
-    net: NativeNetwork, ort: Callable[..., Engine], tmp_path: Path
-) -> None:
-    engine = ort({})
+def test_one_engines_figures_prove_nothing_of_another_engine_of_its_backend(shelf: Shelf) -> None:
+    engine = shelf.ort({})
     like(engine, FASTER)
-    assert taken(net, tmp_path) == []
-    ort(FASTER)
-    assert taken(net, tmp_path) == [engine.folder.name]
+    assert shelf.taken() == []
+    shelf.ort(FASTER)
+    assert shelf.taken() == [engine.folder.name]
 
 
-def test_auto_takes_the_fastest_of_several_whichever_backend_is_preferred(
-    net: NativeNetwork, ort: Callable[..., Engine], tmp_path: Path
-) -> None:
-    engine = ort(FASTER)
-    compiled = torch_engine(net, tmp_path, {"native_ms": 8.0, "engine_ms": 4.0})
+def test_auto_takes_the_fastest_of_several_whichever_backend_is_preferred(shelf: Shelf) -> None:
+    engine = shelf.ort(FASTER)
+    compiled = shelf.torch({"native_ms": 8.0, "engine_ms": 4.0})
     assert TORCH.preference > ORT.preference
-    assert taken(net, tmp_path) == [engine.folder.name]
-    compiled = torch_engine(net, tmp_path, {"native_ms": 40.0, "engine_ms": 10.0})
-    assert taken(net, tmp_path) == [compiled.folder.name], "4x beats 3.2x, whatever the milliseconds at its size"
-    compiled = torch_engine(net, tmp_path, {})
-    assert taken(net, tmp_path) == [engine.folder.name], "what has no figures comes after what has"
-    assert taken(net, tmp_path, backend="torch") == [compiled.folder.name], "chosen by name"
-    assert taken(net, tmp_path, backend="onnxruntime") == [engine.folder.name]
+    assert shelf.taken() == [engine.folder.name]
+    compiled = shelf.torch({"native_ms": 40.0, "engine_ms": 10.0})
+    assert shelf.taken() == [compiled.folder.name], "4x beats 3.2x, whatever the milliseconds at its size"
+    compiled = shelf.torch({})
+    assert shelf.taken() == [engine.folder.name], "what has no figures comes after what has"
+    assert shelf.taken(backend="torch") == [compiled.folder.name], "chosen by name"
+    assert shelf.taken(backend="onnxruntime") == [engine.folder.name]
 
 
-def test_of_two_engines_of_one_backend_the_faster_one_serves_and_by_name_the_smaller_one(
-    net: NativeNetwork, ort: Callable[..., Engine], tmp_path: Path
-) -> None:
-    engine = ort({"native_ms": 8.0, "engine_ms": 4.0})
+def test_of_two_engines_of_one_backend_the_faster_one_serves_and_by_name_the_smaller_one(shelf: Shelf) -> None:
+    engine = shelf.ort({"native_ms": 8.0, "engine_ms": 4.0})
     ranges = engine.manifest.identity.profile.ranges
     larger = like(engine, FASTER, weights=engine.manifest.identity.weights, profile=WIDE.only(ranges))
-    assert taken(net, tmp_path) == [larger.folder.name]
-    by_name = handle_of(net, tmp_path, backend="onnxruntime")
+    assert shelf.taken() == [larger.folder.name]
+    by_name = shelf.handle(backend="onnxruntime")
     assert by_name.session.engines == [engine], "which takes less memory"
 
 
-def test_an_engine_that_holds_the_nodes_sizes_comes_before_a_faster_one_that_does_not(
-    net: NativeNetwork, ort: Callable[..., Engine], tmp_path: Path
-) -> None:
-    engine = ort(FASTER)
-    assert taken(net, tmp_path, profile=WIDE) == [engine.folder.name], "better than none"
-    compiled = torch_engine(net, tmp_path, {"native_ms": 8.0, "engine_ms": 6.0}, WIDE)
-    assert taken(net, tmp_path, profile=WIDE) == [compiled.folder.name]
-    assert taken(net, tmp_path) == [engine.folder.name]
-    torch_engine(net, tmp_path, SLOWER, WIDE)
-    assert taken(net, tmp_path, profile=WIDE) == [engine.folder.name], "one that is no gain serves nobody"
+def test_an_engine_that_holds_the_nodes_sizes_comes_before_a_faster_one_that_does_not(shelf: Shelf) -> None:
+    engine = shelf.ort(FASTER)
+    assert shelf.taken(profile=WIDE) == [engine.folder.name], "better than none"
+    compiled = shelf.torch({"native_ms": 8.0, "engine_ms": 6.0}, WIDE)
+    assert shelf.taken(profile=WIDE) == [compiled.folder.name]
+    assert shelf.taken() == [engine.folder.name]
+    shelf.torch(SLOWER, WIDE)
+    assert shelf.taken(profile=WIDE) == [engine.folder.name], "one that is no gain serves nobody"
 
 
 def test_an_engine_compiled_for_one_size_is_not_behind_for_that_since_live_weights_serve_all_others(
-    net: NativeNetwork, ort: Callable[..., Engine], tmp_path: Path
+    shelf: Shelf
 ) -> None:
-    engine = ort({"native_ms": 8.0, "engine_ms": 4.0})
-    compiled = torch_engine(net, tmp_path, FASTER, Profile({s: Range(n, n, n) for s, n in SIZES.items()}))
-    assert taken(net, tmp_path) == [compiled.folder.name]
-    torch_engine(net, tmp_path, {"native_ms": 8.0, "engine_ms": 6.0}, compiled.manifest.identity.profile)
-    assert taken(net, tmp_path) == [engine.folder.name]
+    engine = shelf.ort({"native_ms": 8.0, "engine_ms": 4.0})
+    compiled = shelf.torch(FASTER, Profile({s: Range(n, n, n) for s, n in SIZES.items()}))
+    assert shelf.taken() == [compiled.folder.name]
+    shelf.torch({"native_ms": 8.0, "engine_ms": 6.0}, compiled.manifest.identity.profile)
+    assert shelf.taken() == [engine.folder.name]
 
 
-def test_an_engine_that_was_slower_than_native_is_not_taken_where_live_weights_serve(
-    net: NativeNetwork, ort: Callable[..., Engine], tmp_path: Path
-) -> None:
-    engine = ort(SLOWER)
-    assert taken(net, tmp_path) == []
-    assert serve(handle := handle_of(net, tmp_path)) <= LIMIT
+def test_an_engine_that_was_slower_than_native_is_not_taken_where_live_weights_serve(shelf: Shelf) -> None:
+    engine = shelf.ort(SLOWER)
+    assert shelf.taken() == []
+    assert serve(handle := shelf.handle()) <= LIMIT
     assert handle.stats.backend == "torch"
-    assert taken(net, tmp_path, backend="onnxruntime") == [engine.folder.name], "chosen by name"
+    assert shelf.taken(backend="onnxruntime") == [engine.folder.name], "chosen by name"
 
 
 def test_a_compiled_file_that_was_slower_than_native_is_not_opened(
-    net: NativeNetwork, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    shelf: Shelf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     opened = []
     monkeypatch.setattr(type(TORCH), "open_live", lambda *_: opened.append(1))
-    torch_engine(net, tmp_path, {"native_ms": 8.0, "engine_ms": 10.0})
-    handle = handle_of(net, tmp_path)
+    shelf.torch({"native_ms": 8.0, "engine_ms": 10.0})
+    handle = shelf.handle()
     assert serve(handle, {**SIZES, "W": 8}) <= LIMIT
     assert opened == []
     assert "1.25 times as long as the normal model on this GPU" in status(handle)
@@ -247,48 +238,46 @@ def test_a_compiled_file_that_was_slower_than_native_is_not_opened(
 
 
 def test_a_checkpoint_is_hashed_only_for_an_engine_that_could_be_its_own_and_was_timed_here(
-    net: NativeNetwork, ort: Callable[..., Engine], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    shelf: Shelf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hashed = []
     found = NativeNetwork.weights_hash
     monkeypatch.setattr(NativeNetwork, "weights_hash", lambda self, *_: hashed.append(self) or found(self))
-    engine = ort(FASTER, ELSEWHERE)
-    handle_of(net, tmp_path)
+    engine = shelf.ort(FASTER, ELSEWHERE)
+    shelf.handle()
     shutil.rmtree(engine.folder)
     like(engine, {}, backend="tensorrt")
     like(engine, FASTER, fingerprint="f" * 16)
-    handle_of(net, tmp_path)
+    shelf.handle()
     assert hashed == [], "one that was not timed and one of other weights are no reason"
-    ort(FASTER)
-    handle_of(net, tmp_path)
-    assert hashed == [net]
+    shelf.ort(FASTER)
+    shelf.handle()
+    assert hashed == [shelf.net]
 
 
 def test_a_model_with_a_lora_is_hashed_only_for_an_engine_that_is_not_its_files(
-    net: NativeNetwork, ort: Callable[..., Engine], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    shelf: Shelf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Under ``auto`` a LoRA's strength may change from prompt to prompt: a checkpoint takes minutes to hash."""
-    file = tmp_path / "model.safetensors"
+    file = shelf.folder / "model.safetensors"
     file.write_bytes(b"1")
-    net.patcher.cached_patcher_init = (network, (str(file), {}))
-    monkeypatch.setattr(hash_cache, "_folder", tmp_path)
-    engine, patched = ort(FASTER), with_lora(net)
-    assert handle_of(net, tmp_path).session.engines == [engine]
-    assert handle_of(patched, tmp_path).session.engines == []
+    shelf.net.patcher.cached_patcher_init = (network, (str(file), {}))
+    monkeypatch.setattr(hash_cache, "_folder", shelf.folder)
+    engine, patched = shelf.ort(FASTER), with_lora(shelf.net)
+    assert shelf.handle().session.engines == [engine]
+    assert shelf.handle(net=patched).session.engines == []
     assert patched.known_hash() == ""
     like(engine, FASTER)
-    assert handle_of(patched, tmp_path).session.engines == [], "of other weights"
+    assert shelf.handle(net=patched).session.engines == [], "of other weights"
     assert patched.known_hash() not in ("", engine.manifest.identity.weights)
 
 
 # What the engine cannot serve
 
 
-def test_calls_of_other_sizes_than_the_engines_run_on_live_weights_and_not_native(
-    net: NativeNetwork, ort: Callable[..., Engine], tmp_path: Path
-) -> None:
-    engine = ort(FASTER)
-    handle = handle_of(net, tmp_path, profile=WIDE)
+def test_calls_of_other_sizes_than_the_engines_run_on_live_weights_and_not_native(shelf: Shelf) -> None:
+    engine = shelf.ort(FASTER)
+    handle = shelf.handle(profile=WIDE)
     served = []
     for sizes in (SIZES, BEYOND, BEYOND, SIZES, {**SIZES, "T": 154}):
         assert serve(handle, sizes) <= LIMIT
@@ -297,20 +286,18 @@ def test_calls_of_other_sizes_than_the_engines_run_on_live_weights_and_not_nativ
     assert (handle.stats.engine, handle.stats.native) == (5, 0)
     assert handle.session.engines == [engine]
     assert "larger pictures run on torch's live weights" in status(handle)
-    by_name = handle_of(net, tmp_path, profile=WIDE, backend="onnxruntime")
+    by_name = shelf.handle(profile=WIDE, backend="onnxruntime")
     with pytest.raises(AssertionError, match="height 160 px is outside"):
         serve(by_name, BEYOND)
     assert "larger pictures run at normal speed" in status(by_name)
 
 
-def test_calls_with_a_lora_that_the_engine_has_not_run_on_live_weights(
-    net: NativeNetwork, ort: Callable[..., Engine], tmp_path: Path
-) -> None:
-    ort(FASTER)
-    handle, patched = handle_of(net, tmp_path), with_lora(net).patcher
+def test_calls_with_a_lora_that_the_engine_has_not_run_on_live_weights(shelf: Shelf) -> None:
+    shelf.ort(FASTER)
+    handle, patched = shelf.handle(), with_lora(shelf.net).patcher
     assert handle.follows_patches, "the sampler patch lets such calls through"
     served = []
-    for patcher in (net.patcher, patched, net.patcher, net.patcher.clone(), patched):
+    for patcher in (shelf.net.patcher, patched, shelf.net.patcher, shelf.net.patcher.clone(), patched):
         assert serve(handle, patcher=patcher) <= LIMIT
         served.append(handle.stats.backend)
     assert served == ["onnxruntime", "torch", "onnxruntime", "onnxruntime", "torch"]
@@ -318,14 +305,12 @@ def test_calls_with_a_lora_that_the_engine_has_not_run_on_live_weights(
 
 @pytest.mark.fault("an engine does not open where live weights are at hand", see="live weights serve in its place")
 @pytest.mark.parametrize("opens", [True, False], ids=["ComfyUI opens it", "a call opens it"])
-def test_live_weights_serve_in_the_place_of_an_engine_that_does_not_open(
-    opens: bool, net: NativeNetwork, ort: Callable[..., Engine], tmp_path: Path
-) -> None:
-    engine = ort(FASTER)
+def test_live_weights_serve_in_the_place_of_an_engine_that_does_not_open(opens: bool, shelf: Shelf) -> None:
+    engine = shelf.ort(FASTER)
     contents = bytearray(main_file(engine).read_bytes())
     contents[len(contents) // 2] ^= 0xFF
     main_file(engine).write_bytes(contents)
-    handle = handle_of(net, tmp_path)
+    handle = shelf.handle()
     assert handle.session.engines == [engine]
     handle.plan()
     if opens:
@@ -337,59 +322,51 @@ def test_live_weights_serve_in_the_place_of_an_engine_that_does_not_open(
     assert engine.folder.name in status(handle)
     assert not handle.session._engine.loaded
 
-    states = NodeStates(Library([tmp_path]), BuildQueue())
-    states.learn("key", handle)
-    told = states.state("key", NodeRequest(net.role.value, net.label, False, AUTO))
+    told = shelf.page_says(handle)
     assert told["state"] == "stale"
     assert told["text"].endswith("delete it in the panel, or build it again with the backend onnxruntime.")
 
 
-def test_a_damaged_engine_has_the_same_state_on_its_node_and_in_the_panel(
-    net: NativeNetwork, ort: Callable[..., Engine], tmp_path: Path
-) -> None:
-    engine = ort(FASTER)
+def test_a_damaged_engine_has_the_same_state_on_its_node_and_in_the_panel(shelf: Shelf) -> None:
+    engine = shelf.ort(FASTER)
     main_file(engine).write_bytes(b"")
-    library, handle = Library([tmp_path]), handle_of(net, tmp_path, backend="onnxruntime")
-    states = NodeStates(library, BuildQueue())
-    states.learn("key", handle)
-    told = states.state("key", NodeRequest(net.role.value, net.label, False, "onnxruntime"))
-    (entry,) = entries(library, lambda _: None, source_changed)
+    handle = shelf.handle(backend="onnxruntime")
+    told = shelf.page_says(handle, "onnxruntime")
+    (entry,) = entries(Library([shelf.folder]), lambda _: None, source_changed)
     assert (told["state"], entry.state) == ("broken", "broken")
     assert lacks_engine(handle), "a build ends it"
 
 
 def test_an_engine_that_lacks_memory_is_tried_again_in_the_next_run(
-    net: NativeNetwork, ort: Callable[..., Engine], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    shelf: Shelf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(*_: Any) -> None:
         raise Unavailable(Reason.ENGINE_FAILED, "not enough GPU memory")
 
-    ort(FASTER)
-    handle = handle_of(net, tmp_path)
+    shelf.ort(FASTER)
+    handle = shelf.handle()
     with monkeypatch.context() as patched:
         patched.setattr(handle.session._engine, "load", full)
         handle.plan()
         handle.open()
     assert handle.fallback.detail == "not enough GPU memory"
-    again = handle_of(net, tmp_path)
+    again = shelf.handle()
     assert again.session.refusal is None
     assert serve(again) <= LIMIT
     assert again.stats.backend == "onnxruntime"
 
 
-def test_comfyui_sees_and_frees_the_memory_of_the_engine_and_of_the_live_weights(
-    net: NativeNetwork, ort: Callable[..., Engine], tmp_path: Path
-) -> None:
-    engine = ort(FASTER)
-    handle = handle_of(net, tmp_path)
+def test_comfyui_sees_and_frees_the_memory_of_the_engine_and_of_the_live_weights(shelf: Shelf) -> None:
+    engine = shelf.ort(FASTER)
+    handle = shelf.handle()
     patcher: EnginePatcher = handle.patcher
     assert patcher.model_size() == engine.manifest.device_bytes, "what the run will take"
     serve(handle)
     alone = patcher.loaded_size()
     assert alone > 0
-    serve(handle, BEYOND, with_lora(net).patcher)
-    weights = sum(p.numel() for p in net.module.parameters()) * 4
-    live = TORCH.session(net, [], "float32", None)
+    serve(handle, BEYOND, with_lora(shelf.net).patcher)
+    weights = sum(p.numel() for p in shelf.net.module.parameters()) * 4
+    live = TORCH.session(shelf.net, [], "float32", None)
     assert live.loaded
     assert patcher.loaded_size() == alone + live.bytes
     assert live.bytes <= weights
@@ -398,38 +375,31 @@ def test_comfyui_sees_and_frees_the_memory_of_the_engine_and_of_the_live_weights
     assert not live.loaded
 
 
-def test_two_nodes_with_one_engine_count_its_memory_once(
-    net: NativeNetwork, ort: Callable[..., Engine], tmp_path: Path
-) -> None:
-    ort(FASTER)
-    one, other = handle_of(net, tmp_path), handle_of(net, tmp_path)
+def test_two_nodes_with_one_engine_count_its_memory_once(shelf: Shelf) -> None:
+    shelf.ort(FASTER)
+    one, other = shelf.handle(), shelf.handle()
     assert one.patcher.is_clone(other.patcher)
     before = one.session
     one.refresh()
     assert one.session is before, "a run does not open anything anew"
-    assert not one.patcher.is_clone(handle_of(net, tmp_path, backend="onnxruntime").patcher)
+    assert not one.patcher.is_clone(shelf.handle(backend="onnxruntime").patcher)
 
 
-def test_a_network_whose_parts_were_replaced_keeps_its_engine(
-    net: NativeNetwork, ort: Callable[..., Engine], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_network_whose_parts_were_replaced_keeps_its_engine(shelf: Shelf, monkeypatch: pytest.MonkeyPatch) -> None:
     def replaced(*_: Any) -> None:
         raise Unavailable(Reason.MODEL_PATCHED, "another node replaced a part of it")
 
-    engine = ort(FASTER)
+    engine = shelf.ort(FASTER)
     monkeypatch.setattr(type(TORCH), "session", replaced)
-    handle = handle_of(net, tmp_path)
+    handle = shelf.handle()
     assert handle.session.engines == [engine]
     assert not handle.follows_patches
 
 
-def test_the_page_knows_that_any_size_is_served(net: NativeNetwork, ort: Callable[..., Engine], tmp_path: Path) -> None:
-    ort(FASTER)
+def test_the_page_knows_that_any_size_is_served(shelf: Shelf) -> None:
+    shelf.ort(FASTER)
     for backend, expected in ((AUTO, True), ("onnxruntime", False)):
-        states = NodeStates(Library([tmp_path]), BuildQueue())
-        handle = handle_of(net, tmp_path, profile=WIDE, backend=backend)
-        states.learn("key", handle)
-        told = states.state("key", NodeRequest(net.role.value, net.label, False, backend))
+        told = shelf.page_says(shelf.handle(profile=WIDE, backend=backend), backend)
         assert (told["state"], told["any_size"], told["engine"]["covers"]) == ("ready", expected, False)
         assert told["engine"]["speed"] == 3.2
 

@@ -14,7 +14,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from builds import main_file
 from fake_engine import publish_engine
 from fleet_worker import work
 from hybrid_trt.backends import backends
@@ -62,6 +61,8 @@ def reason(engine: Engine, gpu: str = "") -> Reason | None:
     return None if found is None else found.reason
 
 
+@pytest.mark.fault("the engine that a worker finds is of a fleet with another key",
+                   see="normal speed: *stale engine*; a build replaces it")
 def test_workers_with_one_key_accept_each_others_engines_and_those_without_do_not(
     engine: Engine, key: Path, on: Callable[..., None], tmp_path: Path
 ) -> None:
@@ -162,14 +163,14 @@ def test_what_the_key_signed_cannot_be_changed_without_it(
 ) -> None:
     record, manifest = engine.folder / RECORD_NAME, engine.folder / MANIFEST_NAME
     whole = {path: path.read_text() for path in (record, manifest)}
-    told = json.loads(whole[record])
+    fields = json.loads(whole[record])
     another = publish_engine(tmp_path / "other library", b"\x08other")
     on("second", key)
     for changed in (
         {"gpu": HERE}, {"parity": {"rel_err": 0.0}}, {"fleet": "0" * 64}, {"fleet": "\u00e9" * 64}, {"fleet": None},
-        {"fleet": told["signature"]}, {"fleet": json.loads((another.folder / RECORD_NAME).read_text())["fleet"]},
+        {"fleet": fields["signature"]}, {"fleet": json.loads((another.folder / RECORD_NAME).read_text())["fleet"]},
     ):  # fmt: skip
-        record.write_text(json.dumps(told | changed))
+        record.write_text(json.dumps(fields | changed))
         assert reason(engine) is Reason.STALE_ENGINE, changed
     record.write_text(whole[record])
     assert reason(engine) is None
@@ -178,26 +179,20 @@ def test_what_the_key_signed_cannot_be_changed_without_it(
     assert reason(edited) is Reason.STALE_ENGINE
 
 
-@pytest.mark.parametrize(("driver", "expected"), [(DRIVER, None), ("570.9", Reason.UNCHECKED), ("", Reason.UNCHECKED)])
+@pytest.mark.parametrize(("proved_on", "driver", "expected"), [
+    (DRIVER, DRIVER, None), (DRIVER, "570.9", Reason.UNCHECKED), (DRIVER, "", Reason.UNCHECKED),
+    ("", "", Reason.UNCHECKED),  # a driver that nobody knows is like no other
+])  # fmt: skip
 def test_an_engine_of_another_worker_serves_on_the_kind_of_card_and_the_driver_that_it_was_proved_on(
-    engine: Engine, key: Path, on: Callable[..., None], monkeypatch: pytest.MonkeyPatch, driver: str,
+    engine: Engine, key: Path, on: Callable[..., None], monkeypatch: pytest.MonkeyPatch, proved_on: str, driver: str,
     expected: Reason | None,
 ) -> None:  # fmt: skip
     monkeypatch.setattr(trust, "driver_version", lambda: driver)
-    trust.keep(engine.folder, engine.manifest, trust.Record(trust.BUILT, parity={"driver": DRIVER}, gpu=HERE))
+    trust.keep(engine.folder, engine.manifest, trust.Record(trust.BUILT, parity={"driver": proved_on}, gpu=HERE))
     assert reason(engine, HERE) is None, "who proved it goes on with a new driver"
     on("second", key)
     assert reason(engine, HERE) is expected
     assert reason(engine, "sm_80 NVIDIA A100") is Reason.UNCHECKED
-
-
-def test_a_driver_that_nobody_knows_is_like_no_other(
-    engine: Engine, key: Path, on: Callable[..., None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(trust, "driver_version", lambda: "")
-    trust.keep(engine.folder, engine.manifest, trust.Record(trust.BUILT, parity={"driver": ""}, gpu=HERE))
-    on("second", key)
-    assert reason(engine, HERE) is Reason.UNCHECKED
 
 
 def test_a_verdict_on_another_workers_engine_is_kept_for_this_one_alone(
@@ -254,6 +249,14 @@ def test_the_models_file_of_another_worker_tells_nothing_about_this_ones(
     assert source_changed(engine) is None
 
 
+def test_an_engine_of_another_gpu_or_torch_is_refused(tmp_path: Path) -> None:
+    backend, cpu = backends()["torch"], torch.device("cpu")
+    for changes, refused in (({"device": "NVIDIA H200, 9.0"}, Reason.WRONG_GPU),
+                             ({"backend_version": "2.0"}, Reason.STALE_ENGINE)):  # fmt: skip
+        made_for = {"backend": "torch", "backend_version": backend.version(), "device": "cpu"} | changes
+        assert backend.cannot_use(publish_engine(tmp_path, **made_for).manifest, cpu).reason is refused
+
+
 @pytest.mark.fault("a compiled file for the CPU comes from a CPU with other instructions",
                    see="normal speed: *stale engine*")
 def test_a_file_that_was_compiled_for_another_cpu_is_not_opened(tmp_path: Path) -> None:
@@ -278,63 +281,18 @@ def test_the_command_makes_a_key_that_others_cannot_read_and_overwrites_none(
     assert contents.hex() not in "".join(capsys.readouterr())
 
 
-def worker(tmp_path: Path, name: str, fleet: Path | None, backend: str = "onnxruntime", builds: bool = True) -> dict:
-    """Return what a worker did, in a process with a home and a secret of its own."""
-    home = tmp_path / f"home of {name}"
-    home.mkdir(exist_ok=True)
-    environment = os.environ | {"HOME": str(home), trust.FOLDER_VARIABLE: str(home / "keys")}
-    environment |= {} if fleet is None else {fleet_key.VARIABLE: str(fleet)}
-    arguments = [str(tmp_path / "shared"), backend, "builds" if builds else "runs"]
-    ended = subprocess.run([sys.executable, "-P", str(WORKER), *arguments], capture_output=True, text=True,
-                           check=False, env=environment)  # fmt: skip
-    assert ended.returncode == 0, ended.stderr[-2000:]
-    return json.loads(ended.stdout.splitlines()[-1])
-
-
-def spoilt(root: Path) -> None:
-    """Change a byte in the middle of the file of the one engine there, and neither its size nor its times."""
-    (engine,) = Library([root]).engines()
-    path = main_file(engine)
-    data, stat = bytearray(path.read_bytes()), path.stat()
-    data[len(data) // 2] ^= 1
-    path.write_bytes(data)
-    os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
-
-
 def test_a_second_process_with_the_key_serves_within_seconds_and_builds_nothing(
     tmp_path: Path, key: Path, on: Callable[..., None]
 ) -> None:
     on("first", key)
-    first, second = work(tmp_path / "shared", "onnxruntime", builds=True), worker(tmp_path, "second", key)
+    first = work(tmp_path / "shared", "onnxruntime", builds=True)
+    (tmp_path / "home").mkdir()
+    own = {"HOME": str(tmp_path / "home"), trust.FOLDER_VARIABLE: str(tmp_path / "second")}
+    ended = subprocess.run([sys.executable, "-P", str(WORKER), str(tmp_path / "shared"), "onnxruntime", "builds"],
+                           capture_output=True, text=True, check=False, env=os.environ | own)  # fmt: skip
+    assert ended.returncode == 0, ended.stderr[-2000:]
+    second = json.loads(ended.stdout.splitlines()[-1])
     assert (first["steps"], first["serving"]) == (["export"], True)
     assert (second["steps"], second["serving"]) == ([], True)
     assert max(first["error"], second["error"]) <= 1e-5
     assert second["seconds"] <= 30
-
-
-@pytest.mark.slow
-@pytest.mark.fault("the engine that a worker takes over was changed, or is of a fleet with another key",
-                   see="normal speed; a build replaces it")
-@pytest.mark.parametrize(("backend", "step"), [("onnxruntime", "export"), ("torch", "compile")])
-def test_processes_with_the_key_share_engines_those_with_another_build_and_a_changed_file_serves_nobody(
-    tmp_path: Path, key: Path, backend: str, step: str
-) -> None:
-    if backends()[backend].cannot_build(torch.device("cpu")) is not None:
-        pytest.skip("nothing is compiled here")
-    assert worker(tmp_path, "first", key, backend)["steps"] == [step]
-    second = worker(tmp_path, "second", key, backend)
-    assert (second["steps"], second["serving"]) == ([], True)
-    assert second["error"] <= 1e-5
-    assert second["seconds"] <= 60
-
-    spoilt(tmp_path / "shared")
-    for name in ("first", "second"):
-        after = worker(tmp_path, name, key, backend, builds=False)
-        assert not after["serving"]
-        assert after["error"] is None or after["error"] <= 1e-5
-
-    fleet_key.make(tmp_path / "other.key")
-    assert worker(tmp_path, "third", tmp_path / "other.key", backend)["steps"] == [step]
-    assert not worker(tmp_path, "second", key, backend, builds=False)["serving"]
-    key.chmod(0o644)
-    assert worker(tmp_path, "second", key, backend)["steps"] == [step], "a key that others may read is none"

@@ -16,8 +16,9 @@ from builds import backend, contents, order, pretend, queue, small_network, unti
 from hybrid_trt.engine_builder import resources
 from hybrid_trt.engine_builder.build import build_engine
 from hybrid_trt.engine_builder.jobs import BuildQueue, State
-from hybrid_trt.engine_library import Library, Reason, Unavailable, atomic_files, fleet_key, life_signs, trust
-from hybrid_trt.engine_library.atomic_files import FileLock, sweep_temporaries
+from hybrid_trt.engine_library import Library, Reason, Unavailable, fleet_key, locks, trust
+from hybrid_trt.engine_library.locks import FileLock
+from hybrid_trt.engine_library.safe_files import sweep_temporaries
 from machine import Machine
 
 __all__ = ["backend", "queue"]  # fixtures: pytest finds them by name
@@ -37,8 +38,8 @@ def machine(tmp_path: Path) -> Iterator[Callable[..., Machine]]:
         return made[-1]
 
     yield start
-    for one in made:
-        one.end()
+    for each in made:
+        each.end()
 
 
 def takes_over(machine: Machine, file: str) -> float:
@@ -55,9 +56,9 @@ def test_of_machines_that_begin_at_once_one_has_the_lock_each_time(
 ) -> None:
     both = [machine("first", DAY), machine("second", -DAY)]
     for number in range(20):
-        for one in both:
-            one.tell(f"take {number}.lock")
-        had = [one.told() for one in both]
+        for each in both:
+            each.tell(f"take {number}.lock")
+        had = [each.reply() for each in both]
         assert sorted(had) == [False, True], number
         loser, winner = (both[had.index(which)] for which in (False, True))
         assert loser.ask("elsewhere")
@@ -104,13 +105,13 @@ def test_of_machines_that_take_over_at_once_one_is_left(machine: Callable[..., M
     dead, heirs = machine("dead"), [machine("first"), machine("second"), machine("third")]
     assert dead.ask("take a.lock")
     dead.signal(signal.SIGKILL)
-    for one in heirs:
-        assert not one.ask("take a.lock")
+    for each in heirs:
+        assert not each.ask("take a.lock")
     time.sleep(SILENCE * 1.2)
-    for one in heirs:
-        one.tell("take a.lock")
-    had = [one.told() for one in heirs]
-    assert sum(taken and not one.ask("lost") for taken, one in zip(had, heirs, strict=True)) == 1
+    for each in heirs:
+        each.tell("take a.lock")
+    had = [each.reply() for each in heirs]
+    assert sum(taken and not each.ask("lost") for taken, each in zip(had, heirs, strict=True)) == 1
 
 
 @pytest.mark.fault("another machine sweeps the library while a build is under way",
@@ -152,7 +153,7 @@ def test_a_build_that_another_machine_does_is_left_to_it_and_taken_over_when_tha
     machine: Callable[..., Machine], backend: object, queue: BuildQueue, tmp_path: Path,
     tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    monkeypatch.setattr(life_signs, "SILENCE", SILENCE)
+    monkeypatch.setattr(locks, "SILENCE", SILENCE)
     other, net = machine("other"), small_network()
     assert other.ask(f"take {lock_name(tmp_path_factory.mktemp('built'), backend)}")
 
@@ -177,14 +178,14 @@ def test_a_build_that_another_machine_does_is_left_to_it_and_taken_over_when_tha
 def test_a_build_whose_lock_another_machine_took_over_ends_and_publishes_nothing(
     machine: Callable[..., Machine], backend: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(life_signs, "BEAT", 600.0)  # as if this machine stood still
-    monkeypatch.setattr(life_signs, "_kernel", lambda: "here")
+    monkeypatch.setattr(locks, "BEAT", 600.0)  # as if this machine stood still
+    monkeypatch.setattr(locks, "_kernel", lambda: "here")
     monkeypatch.setattr(resources, "LOOK", 0.0)
     other, library = machine("other"), Library([tmp_path])
 
     def run(task: dict, *rest: object) -> dict:
         if task["step"] == "build":
-            (lock,) = (p.name for p in tmp_path.glob(".*.lock") if not p.name.startswith(atomic_files.BUILD_PREFIX))
+            (lock,) = (p.name for p in tmp_path.glob(".*.lock") if not p.name.startswith(locks.BUILD_PREFIX))
             takes_over(other, lock)
         return pretend(task, *rest)
 
@@ -198,12 +199,12 @@ def test_a_build_whose_lock_another_machine_took_over_ends_and_publishes_nothing
 
 
 def test_a_lock_of_this_machine_needs_no_life_sign(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(life_signs, "SILENCE", 0.0)
+    monkeypatch.setattr(locks, "SILENCE", 0.0)
     lock, other = FileLock(tmp_path / "a.lock"), FileLock(tmp_path / "a.lock")
     assert lock.acquire()
     for _ in range(3):
         assert not other.acquire()
-        assert not life_signs.elsewhere(other.path)
+        assert not other.is_elsewhere()
     lock.release()
     assert other.acquire()
     other.release()
@@ -224,7 +225,7 @@ def test_workers_get_one_valid_engine_when_the_first_stands_still_or_dies(tmp_pa
         return subprocess.Popen([sys.executable, "-P", *arguments], text=True, stdout=subprocess.PIPE, env=environment)
 
     first = start("first")
-    assert until(lambda: list(shared.glob(f"{atomic_files.BUILD_PREFIX}*/*")), 60)
+    assert until(lambda: list(shared.glob(f"{locks.BUILD_PREFIX}*/*")), 60)
     first.send_signal(signal.SIGKILL if dies else signal.SIGSTOP)
     done = [json.loads(start("second").communicate(timeout=120)[0].splitlines()[-1])]
     if not dies:
@@ -234,9 +235,9 @@ def test_workers_get_one_valid_engine_when_the_first_stands_still_or_dies(tmp_pa
         assert done[1]["left"] == Reason.BUILT_ELSEWHERE.value
     first.wait()
     assert (done[0]["steps"], done[0]["left"]) == (["export"], "")
-    for told in done:
-        assert told["serving"]
-        assert told["error"] <= 1e-5
+    for result in done:
+        assert result["serving"]
+        assert result["error"] <= 1e-5
     assert [path.name for path in shared.glob("*/manifest.json") if path.parent.name.startswith(".")] == []
     (engine,) = Library([shared]).engines()
     engine.check_contents()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import errno
 import os
 import re
 import subprocess
@@ -10,20 +12,28 @@ from pathlib import Path
 
 import pack
 import pytest
-from builds import main_file
+from builds import contents, main_file, order, small_network
+from fake_engine import publish_engine
 from hybrid_trt.architectures.shapes import Dim, Profile, Range, ShapeMismatch, TensorSpec, bind, outside
 from hybrid_trt.architectures.sizes import ANY
+from hybrid_trt.backends import backends
+from hybrid_trt.engine_builder.build import build_engine, run_here
 from hybrid_trt.engine_library import (
     Engine,
     EngineIdentity,
     EngineQuery,
     Fallback,
     Library,
+    LibraryError,
     Manifest,
     Reason,
     Unavailable,
 )
+from hybrid_trt.engine_library import library as library_module
+from hybrid_trt.engine_library.atomic_files import REPLACED, sweep
+from hybrid_trt.engine_library.disk import Settings, write_settings
 from hybrid_trt.engine_library.engine import describe_files
+from windows_rules import windows_rules
 
 UNDER_WINDOWS_RULES_TOO = True
 SMALL = Profile({"B": Range(1, 2, 2), "H": Range(8, 16, 32), "W": Range(8, 16, 32)})
@@ -44,10 +54,10 @@ def identity(profile: Profile = SMALL, **changes: str) -> EngineIdentity:
 
 
 def publish(library: Library, which: EngineIdentity, contents: bytes = b"engine") -> Engine:
-    folder = library.building_folder()
-    (folder / "model.onnx").write_bytes(contents)
-    manifest = Manifest(which, "unet", "a.safetensors", SPECS, SPECS[:1], describe_files(folder, ["model.onnx"]))
-    return library.publish(folder, manifest)
+    with library.building_folder() as folder:
+        (folder / "model.onnx").write_bytes(contents)
+        files = describe_files(folder, ["model.onnx"])
+        return library.publish(folder, Manifest(which, "unet", "a.safetensors", SPECS, SPECS[:1], files))
 
 
 def wanted(profile: Profile = SMALL, backends: tuple[str, ...] = ("onnxruntime",)) -> EngineQuery:
@@ -55,7 +65,7 @@ def wanted(profile: Profile = SMALL, backends: tuple[str, ...] = ("onnxruntime",
 
 
 def find(library: Library, what: EngineQuery) -> Engine:
-    return library.find(what, lambda _manifest: None)
+    return library.find(what, lambda _manifest: None)[0]
 
 
 def test_a_manifest_reads_back_as_it_was_written(tmp_path: Path) -> None:
@@ -67,11 +77,7 @@ def test_a_manifest_reads_back_as_it_was_written(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("field", ["architecture", "weights", "precision", "backend", "backend_version", "device"])
 def test_the_key_changes_with_everything_that_tells_engines_apart(field: str) -> None:
-    assert identity(**{field: "another"}).key != identity().key
-
-
-def test_the_key_changes_with_the_profile() -> None:
-    assert identity(LARGE).key != identity(SMALL).key
+    assert identity(**{field: "another"}).key != identity().key != identity(LARGE).key
 
 
 def test_the_smallest_profile_that_holds_the_wanted_one_is_found(tmp_path: Path) -> None:
@@ -116,7 +122,7 @@ def test_an_engine_that_the_backend_refuses_is_passed_over_and_told_when_alone(t
     with pytest.raises(Unavailable, match="wrong GPU: sm_90"):
         library.find(wanted(), refuse)
     publish(library, identity(LARGE))
-    assert library.find(wanted(), refuse).manifest.identity.device == "any"
+    assert library.find(wanted(), refuse)[0].manifest.identity.device == "any"
 
 
 def test_publishing_the_same_key_replaces_the_engine(tmp_path: Path) -> None:
@@ -125,13 +131,6 @@ def test_publishing_the_same_key_replaces_the_engine(tmp_path: Path) -> None:
     engine = publish(library, identity(), b"newer")
     assert main_file(engine).read_bytes() == b"newer"
     assert [p.name for p in tmp_path.iterdir()] == [engine.folder.name]
-
-
-def test_what_is_being_built_is_not_in_the_library(tmp_path: Path) -> None:
-    library = Library([tmp_path])
-    engine = publish(library, identity())
-    engine.folder.rename(tmp_path / ".building-1-x")
-    assert library.engines() == []
 
 
 def test_a_renamed_folder_is_still_found(tmp_path: Path) -> None:
@@ -144,7 +143,8 @@ def test_engines_in_further_folders_are_found_and_builds_go_to_the_first(tmp_pat
     publish(Library([tmp_path / "shared"]), identity())
     library = Library([tmp_path / "own", tmp_path / "shared"])
     assert find(library, wanted()).folder.parent.name == "shared"
-    assert library.building_folder().parent.name == "own"
+    with library.building_folder() as folder:
+        assert folder.parent.name == "own"
 
 
 def test_nothing_heavy_is_imported_when_the_pack_is(tmp_path: Path) -> None:
@@ -222,3 +222,82 @@ def test_every_reason_says_what_becomes_of_the_picture_and_what_to_do() -> None:
         assert sentence.endswith(f"{reason.advice}.")
         assert re.search("normal|without engines", sentence), "the speed, or what runs in the engine's place"
     assert "FreeU" not in Reason.MODEL_PATCHED.advice, "it names no node that a graph may not have"
+
+
+# Building again: the engine that is there stays until the new one has its place, whatever happens in between
+
+
+def test_on_windows_a_scanner_that_holds_a_new_file_leaves_the_old_engine_in_its_place(tmp_path: Path) -> None:
+    old, library, held = publish_engine(tmp_path, b"\x08old"), Library([tmp_path]), []
+    with windows_rules():
+        work = library.building_folder()
+        (work / "model.onnx").write_bytes(b"\x08new")
+        (work / "parameters.json").write_text("{}")
+        manifest = dataclasses.replace(old.manifest, files=describe_files(work, ["model.onnx", "parameters.json"]))
+
+        def scanner() -> None:
+            if not held and (work / "manifest.json").exists():
+                held.append((work / "model.onnx").open("rb"))
+
+        try:
+            with pytest.raises(OSError, match="in use"):
+                library.publish(work, manifest, scanner)
+        finally:
+            held[0].close()
+            library.discard(work)
+    assert contents(tmp_path) == [old.folder.name]
+    assert (old.folder / "model.onnx").read_bytes() == b"\x08old"
+    assert library.engines() == [old]
+
+
+@pytest.mark.fault("a process is killed while it replaces an engine", see="nothing: the old engine comes back")
+def test_an_engine_that_a_killed_process_had_put_aside_comes_back(tmp_path: Path) -> None:
+    engine = publish_engine(tmp_path)
+    aside = tmp_path / ".building-1-x" / REPLACED
+    aside.mkdir(parents=True)
+    engine.folder.rename(aside / engine.folder.name)
+    sweep(tmp_path)
+    assert (contents(tmp_path), Library([tmp_path]).engines()) == ([engine.folder.name], [engine])
+
+    aside.mkdir(parents=True)
+    (aside / engine.folder.name).mkdir()
+    sweep(tmp_path)
+    assert Library([tmp_path]).engines() == [engine], "the new one had taken its place"
+    assert contents(tmp_path) == [engine.folder.name]
+
+
+def test_an_engine_that_cannot_go_back_waits_for_the_next_sweep(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, move = publish_engine(tmp_path), library_module.move
+
+    def refuse(source: Path, target: Path) -> None:
+        if target == engine.folder:
+            raise PermissionError(errno.EACCES, "held")
+        move(source, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(library_module, "move", refuse)
+        patch.setattr("hybrid_trt.engine_library.atomic_files.move", refuse)
+        with pytest.raises(PermissionError):
+            publish_engine(tmp_path, b"\x08new")
+        assert Library([tmp_path]).engines() == []
+    sweep(tmp_path)
+    assert Library([tmp_path]).engines() == [engine]
+
+
+def test_the_limit_counts_the_engine_that_is_replaced_once(tmp_path: Path) -> None:
+    backend = backends()["onnxruntime"]
+    made, library = order(small_network(), backend), Library([tmp_path])
+    engine = build_engine(made, library, lambda *_: None, run=run_here)
+    write_settings(tmp_path, Settings(limit_gb=1.5 * engine.manifest.bytes / 1e9))
+    assert build_engine(made, library, lambda *_: None, run=run_here, again=True).folder == engine.folder
+    with pytest.raises(LibraryError, match="the settings allow"):
+        library.check_limit(engine.manifest.bytes, "Another")
+
+
+def test_two_names_of_one_folder_are_one(tmp_path: Path) -> None:
+    engine = publish_engine(tmp_path / "a")
+    (tmp_path / "b").symlink_to(tmp_path / "a")
+    assert Library([tmp_path / "a", tmp_path / "b"]).roots == [tmp_path / "a"]
+    assert Library([tmp_path / "a", tmp_path / "b"]).engines() == [engine]

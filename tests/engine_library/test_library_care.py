@@ -21,9 +21,9 @@ from hybrid_trt.comfy_model import hash_cache
 from hybrid_trt.comfy_model.hash_cache import source_changed
 from hybrid_trt.engine_builder.command_line.comfyui import library_folders
 from hybrid_trt.engine_library import Fallback, Library, LibraryError, Manifest, Reason
-from hybrid_trt.engine_library.atomic_files import REPLACED, FileLock, new_work_folder, remove_work_folder, sweep
 from hybrid_trt.engine_library.disk import Settings, read_settings, write_settings
 from hybrid_trt.engine_library.inventory import BROKEN, READY, STALE, delete, entries, select, verify
+from hybrid_trt.engine_library.locks import REPLACED, FileLock, sweep, work_folder
 
 UNDER_WINDOWS_RULES_TOO = True
 def states(folder: Path, usable: Callable[[Manifest], Fallback | None] = lambda _: None) -> dict[str, tuple[str, str]]:
@@ -73,19 +73,6 @@ def test_the_same_engine_in_two_folders_is_two_each_with_a_name_of_its_own(tmp_p
     delete(select(found, names[1]))
     assert fast.is_dir()
     assert not slow.exists()
-
-
-def test_the_page_reaches_the_same_engine_in_each_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from hybrid_trt.page_api import panel_routes
-
-    roots = [tmp_path / "fast", tmp_path / "slow"]
-    name = [publish(root).folder.name for root in roots][0]
-    monkeypatch.setattr(panel_routes, "library", lambda: Library(roots))
-    found = {}
-    for entry in panel_routes._entries():
-        request = SimpleNamespace(match_info={"name": panel_routes._entry_json(entry)["name"]})
-        found[request.match_info["name"]] = asyncio.run(panel_routes._entry(request)).folder
-    assert found == {name: roots[0] / name, f"{name}@2": roots[1] / name}
 
 
 @pytest.mark.fault("a checkpoint is overwritten by another one of its name",
@@ -171,17 +158,6 @@ def test_disk_use_counts_everything_in_the_folder(tmp_path: Path) -> None:
     assert entry.to_json()["key"] == engine.manifest.identity.key
 
 
-def test_verify_reads_everything_and_delete_leaves_nothing(tmp_path: Path) -> None:
-    engine = publish(tmp_path)
-    (entry,) = entries(Library([tmp_path]), lambda _: None, source_changed)
-    assert verify(entry) is None
-    main_file(engine).write_bytes(b"\x08ENGINE")
-    assert verify(entry).reason is Reason.BROKEN_ENGINE
-    assert "its hash differs" in verify(entry).detail
-    delete(entry)
-    assert contents(tmp_path) == []
-
-
 @pytest.mark.fault("an engine is to be deleted from a read-only library", see="an error in one sentence")
 def test_deleting_from_a_read_only_library_is_told(tmp_path: Path) -> None:
     publish(tmp_path / "library")
@@ -226,12 +202,12 @@ import sys, time
 sys.path[:0] = [{support!r}, {tools!r}]
 import pack
 from pathlib import Path
-from hybrid_trt.engine_library.atomic_files import FileLock
-from hybrid_trt.engine_library.atomic_files import new_work_folder
+from hybrid_trt.engine_library.locks import FileLock, work_folder
 assert FileLock(Path({folder!r}) / "a.lock").acquire()
-(new_work_folder(Path({folder!r})) / "half").write_text("an engine")
-print("held", flush=True)
-time.sleep(600)
+with work_folder(Path({folder!r})) as folder:
+    (folder / "half").write_text("an engine")
+    print("held", flush=True)
+    time.sleep(600)
 """
 
 
@@ -243,10 +219,10 @@ def test_locks_and_leftovers_of_a_killed_process_are_free_at_once(tmp_path: Path
     try:
         assert holder.stdout.readline().strip() == "held"
         lock = FileLock(tmp_path / "a.lock")
-        mine = new_work_folder(tmp_path)
-        assert not lock.acquire()
-        assert f"process {holder.pid} on" in lock.holder()
-        assert sweep(tmp_path) == [], "both processes live"
+        with work_folder(tmp_path):
+            assert not lock.acquire()
+            assert f"process {holder.pid} on" in lock.holder()
+            assert sweep(tmp_path) == [], "both processes live"
     finally:
         holder.kill()
         holder.wait()
@@ -254,7 +230,6 @@ def test_locks_and_leftovers_of_a_killed_process_are_free_at_once(tmp_path: Path
     lock.release()
     (swept,) = sweep(tmp_path)
     assert str(holder.pid) in swept
-    remove_work_folder(mine)
     assert contents(tmp_path) == []
 
 
@@ -266,7 +241,8 @@ def test_leftovers_are_swept_in_every_folder_of_the_library(tmp_path: Path) -> N
         (root / ".building-1-x").mkdir(parents=True)
         (root / ".building-1-x" / "model.onnx").write_text("half")
     library = Library(roots)
-    library.discard(library.building_folder())
+    with library.building_folder():
+        pass
     assert [contents(root) for root in roots] == [[], []]
 
 
@@ -311,19 +287,9 @@ def test_a_library_that_others_may_write_is_told_once(
         monkeypatch.setattr(os, "geteuid", lambda: me + 1)
     for _ in range(2):
         Library([root])
-    told = [record.message for record in caplog.records if "other users may write" in record.message]
-    assert len(told) == (1 if warned else 0)
-    assert all(str(root) in text for text in told)
-
-
-def test_leftovers_are_swept_when_the_library_is_next_built_into(tmp_path: Path) -> None:
-    (tmp_path / ".building-1-x").mkdir()
-    (tmp_path / ".building-1-x" / "model.onnx").write_text("half")
-    library = Library([tmp_path])
-    folder = library.building_folder()
-    assert contents(tmp_path) == [folder.name, folder.name + ".lock"]
-    library.discard(folder)
-    assert contents(tmp_path) == []
+    warnings = [record.message for record in caplog.records if "other users may write" in record.message]
+    assert len(warnings) == (1 if warned else 0)
+    assert all(str(root) in text for text in warnings)
 
 
 def test_folders_of_the_user_come_before_our_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

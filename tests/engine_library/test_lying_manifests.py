@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from fake_engine import publish
+from fake_engine import publish, query_of
 from hybrid_trt.backends import backends
 from hybrid_trt.comfy_model.hash_cache import source_changed
-from hybrid_trt.engine_library import Engine, EngineQuery, Library, Manifest, Reason, Unavailable, schema
+from hybrid_trt.engine_library import Engine, Library, Manifest, Reason, Unavailable, schema
 from hybrid_trt.engine_library.inventory import BROKEN, delete, entries, verify
 from hybrid_trt.engine_library.manifest import ManifestError
 from hybrid_trt.sessions.file_session import FileSession
@@ -79,10 +79,8 @@ def test_an_engine_with_a_lie_is_broken_serves_nobody_and_can_be_removed(
     assert (entry.state, entry.engine) == (BROKEN, None)
     json.dumps(entry.to_json(), allow_nan=False)
     assert verify(entry).reason is Reason.BROKEN_ENGINE
-    made = engine.manifest.identity
-    wanted = EngineQuery(made.architecture, [made.weights], made.precision, made.profile, ["onnxruntime"])
     with pytest.raises(Unavailable, match="no engine: none for this model") as told:
-        library.find(wanted, lambda _: None)
+        library.find(query_of(engine), lambda _: None)
     assert entry.folder.name not in str(told.value), "the panel tells of damage, not every node"
     delete(entry)
     assert not engine.folder.exists()

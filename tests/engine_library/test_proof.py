@@ -10,15 +10,15 @@ from typing import Any
 import pytest
 import torch
 from builds import small_network
-from fake_engine import publish_engine
-from hybrid_trt.architectures.families.stable_diffusion import UNetArchitecture
+from fake_engine import publish_engine, query_of
+from hybrid_trt.architectures.ldm_unet import UNetArchitecture
 from hybrid_trt.architectures.shapes import Profile, Range, TensorSpec
 from hybrid_trt.backends.onnxruntime import OnnxRuntimeBackend
 from hybrid_trt.engine_builder import build as builder
 from hybrid_trt.engine_builder import check
 from hybrid_trt.engine_builder.order import BuildOrder
 from hybrid_trt.engine_builder.worker import validate
-from hybrid_trt.engine_library import BuildError, Engine, EngineQuery, Library, Reason, Unavailable, trust
+from hybrid_trt.engine_library import BuildError, Engine, Library, Reason, Unavailable, trust
 from hybrid_trt.engine_library.disk import Settings, write_settings
 from hybrid_trt.page_api.node_states import engine_json
 
@@ -59,14 +59,9 @@ def build(folder: Path, precision: str = "float32", **changes: Any) -> tuple[Eng
     return builder.build_engine(order, Library([folder]), lambda *_: None, run=run), tasks
 
 
-def wanted(engine: Engine, gpu: str) -> EngineQuery:
-    i = engine.manifest.identity
-    return EngineQuery(i.architecture, [i.weights], i.precision, i.profile, [i.backend], gpu)
-
-
 def why_not(engine: Engine, gpu: str) -> str:
     with pytest.raises(Unavailable) as refused:
-        Library([engine.folder.parent]).find(wanted(engine, gpu), lambda _: None)
+        Library([engine.folder.parent]).find(query_of(engine, gpu), lambda _: None)
     assert refused.value.fallback.reason is Reason.UNCHECKED
     return refused.value.fallback.detail
 
@@ -88,7 +83,7 @@ def test_a_build_runs_its_engine_on_the_gpu_at_least_best_and_largest_size_and_k
     assert 0 < record.parity["rel_err"] <= 1e-4
     assert engine.manifest.seconds["proof"] > 0
     assert not (engine.folder / "model.onnx").with_name("weights.bin").exists()
-    assert Library([tmp_path]).find(wanted(engine, HERE), lambda _: None) == engine
+    assert Library([tmp_path]).find(query_of(engine, HERE), lambda _: None) == engine
     assert build(tmp_path)[1] == [], "nothing has to be done twice"
 
 
@@ -167,19 +162,15 @@ def test_another_gpu_is_another_matter(tmp_path: Path) -> None:
     engine, _tasks = build(tmp_path)
     detail = why_not(engine, ELSEWHERE)
     assert detail == f"{engine.folder.name} has run on {HERE} and was not compared with the normal model on {ELSEWHERE}"
-    assert Library([tmp_path]).find(wanted(engine, ""), lambda _: None) == engine, "the graph was compared on the CPU"
+    assert Library([tmp_path]).find(query_of(engine, ""), lambda _: None) == engine, "the graph was compared on the CPU"
 
 
-def test_what_was_built_without_a_gpu_is_checked_on_one_before_it_serves_there(tmp_path: Path) -> None:
-    engine = publish_engine(tmp_path)
-    assert Library([tmp_path]).find(wanted(engine, ""), lambda _: None) == engine
+@pytest.mark.parametrize("name", ["model.onnx", "engine.trt", "B2-H8-W8.bin"])
+def test_what_was_built_without_a_gpu_is_checked_on_one_before_it_serves_there(tmp_path: Path, name: str) -> None:
+    engine = publish_engine(tmp_path, name=name)
+    assert Library([tmp_path]).find(query_of(engine, ""), lambda _: None) == engine
     assert "has not run on a GPU yet and was not compared with the normal model on" in why_not(engine, HERE)
-    assert Library([tmp_path]).unchecked(wanted(engine, HERE), lambda _: None) == engine, "Check engine finds it"
-
-
-@pytest.mark.parametrize("name", ["engine.trt", "B2-H8-W8.bin"])
-def test_that_holds_for_compiled_programs_too(tmp_path: Path, name: str) -> None:
-    assert "has not run on a GPU yet" in why_not(publish_engine(tmp_path, name=name), HERE)
+    assert Library([tmp_path]).unchecked(query_of(engine, HERE), lambda _: None) == engine, "Check engine finds it"
 
 
 def test_the_page_is_told_how_fast_an_engine_was_in_its_proof(tmp_path: Path) -> None:
@@ -187,23 +178,15 @@ def test_the_page_is_told_how_fast_an_engine_was_in_its_proof(tmp_path: Path) ->
     assert engine_json(engine)["speed"] is None
     figures = {"rel_err": 2e-3, "native_rel_err": 3e-3, "native_ms": 8.0, "engine_ms": 2.5}
     trust.keep(engine.folder, engine.manifest, trust.Record(trust.BUILT, parity=figures, gpu=HERE))
-    told = engine_json(engine)
-    assert (told["rel_err"], told["native_rel_err"], told["speed"]) == (2e-3, 3e-3, 3.2)
+    facts = engine_json(engine)
+    assert (facts["rel_err"], facts["native_rel_err"], facts["speed"]) == (2e-3, 3e-3, 3.2)
 
 
 def test_blocks_that_were_timed_alone_say_nothing_of_a_whole_call(tmp_path: Path) -> None:
     engine = publish_engine(tmp_path)
-    for relative_time, slow in ((0.45, False), (1.1, True)):
+    for relative_time in (0.45, 1.1):
         parity = {"rel_err": 2e-3, "relative_time": relative_time}
         trust.keep(engine.folder, engine.manifest, trust.Record(trust.BUILT, parity=parity, gpu=HERE))
-        assert trust.is_slow(engine, HERE) is slow
-        assert trust.call_times([engine]) is None, "the report says how much faster a call is by this"
+        assert measurements.relative_time(engine, HERE) == relative_time
+        assert measurements.call_times([engine]) is None, "the report says how much faster a call is by this"
         assert engine_json(engine)["speed"] is None
-
-
-def test_a_record_whose_gpu_was_edited_is_none(tmp_path: Path) -> None:
-    engine = publish_engine(tmp_path)
-    trust.keep(engine.folder, engine.manifest, trust.Record(trust.BUILT, gpu=HERE))
-    path = engine.folder / trust.RECORD_NAME
-    path.write_text(path.read_text().replace(HERE, ELSEWHERE))
-    assert trust.record_of(engine) is None

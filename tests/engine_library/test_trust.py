@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -12,21 +13,35 @@ from pathlib import Path
 import pytest
 import torch
 from builds import order, read_only, small_network
-from fake_engine import publish_engine
+from compiling import COMPILES
+from fake_engine import publish_engine, query_of
 from hybrid_trt.architectures.shapes import Profile, Range
 from hybrid_trt.architectures.sizes import ANY
 from hybrid_trt.backends import backends
 from hybrid_trt.backends.lookup import look_up_known, refusals
+from hybrid_trt.backends.torch_inductor.compiled import file_name
 from hybrid_trt.comfy_model.hash_cache import source_changed
 from hybrid_trt.comfy_model.network import NativeNetwork
 from hybrid_trt.engine_builder import build as builder
 from hybrid_trt.engine_builder import check
 from hybrid_trt.engine_builder.build import build_engine, run_here
 from hybrid_trt.engine_builder.resources import on_cpu
-from hybrid_trt.engine_library import BuildError, Engine, EngineQuery, Library, Manifest, Reason, Unavailable, trust
+from hybrid_trt.engine_library import (
+    BuildError,
+    Engine,
+    EngineQuery,
+    Library,
+    Manifest,
+    Reason,
+    Unavailable,
+    fleet_key,
+    trust,
+)
 from hybrid_trt.engine_library.engine import describe_files
 from hybrid_trt.engine_library.inventory import BROKEN, READY, STALE, UNCHECKED, entries
 from hybrid_trt.engine_library.manifest import RECORD_NAME
+from hybrid_trt.sampling.engine_handle import EngineChoice, EngineHandle
+from hybrid_trt.sampling.engine_status import lacks_engine, status
 
 PROFILE = Profile({"B": Range(1, 2, 2), "H": Range(4, 8, 12), "W": Range(4, 8, 12), "T": Range(77, 77, 77)})
 
@@ -74,7 +89,7 @@ def test_a_secret_that_is_none_is_not_used_and_replaced(key_folder: Path, conten
     key_folder.mkdir(parents=True)
     (key_folder / "local.key").write_bytes(contents)
     assert trust.key_stamp() is None
-    assert not trust.is_signed("text", trust._digest(contents, "text"))
+    assert not trust.is_signed("text", fleet_key.digest(contents, "text"))
     signature = trust.sign("text")
     assert trust.is_signed("text", signature)
     key = key_folder / "local.key"
@@ -91,13 +106,12 @@ def test_what_was_built_here_serves_and_what_came_from_elsewhere_is_to_be_built_
     engine = publish_engine(tmp_path / "foreign", name=name, made_here=False)
     found, reason = state(tmp_path / "foreign")
     assert (found, "was not built on this machine" in reason) == (STALE, True)
-    made = engine.manifest.identity
-    wanted = EngineQuery(made.architecture, [made.weights], made.precision, made.profile, ["onnxruntime"])
+    library = Library([tmp_path / "foreign"])
     with pytest.raises(Unavailable) as refused:
-        Library([tmp_path / "foreign"]).find(wanted, lambda _: None)
+        library.find(query_of(engine), lambda _: None)
     assert refused.value.fallback.reason is Reason.STALE_ENGINE
     assert "build it again" in refused.value.fallback.sentence()
-    assert Library([tmp_path / "foreign"]).unchecked(wanted, lambda _: None) is None, "no check makes it serve"
+    assert library.unchecked(query_of(engine), lambda _: None) is None, "no check makes it serve"
 
 
 @pytest.mark.fault("a compiled file lies under a name that its backend never writes",
@@ -121,19 +135,39 @@ def test_an_engine_with_a_file_of_a_name_that_its_backend_never_writes_is_broken
 
 
 @pytest.mark.fault("this machine's key is lost", see="normal speed: *stale engine*; build again")
-def test_an_engine_of_a_machine_that_lost_its_secret_is_stale_and_says_what_to_do(
-    tmp_path: Path, key_folder: Path
-) -> None:
-    publish_engine(tmp_path / "library")
-    assert state(tmp_path / "library")[0] == READY
+@COMPILES
+def test_an_engine_whose_secret_is_lost_is_told_on_the_node_and_built_anew(tmp_path: Path, key_folder: Path) -> None:
+    net, library, steps = small_network(), Library([tmp_path / "library"]), []
+
+    def compiler(task: dict, *_: object) -> dict:
+        steps.append(task["step"])
+        names = [file_name(sizes) for sizes in task["compiled"]]
+        for name in names:
+            (Path(task["folder"]) / name).write_bytes(b"what Inductor made")
+        return {"files": names, "parity": {"rel_err": 0.0}, "seconds": {}}
+
+    def build() -> Engine:
+        return build_engine(order(net, backends()["torch"], PROFILE), library, lambda *_: None, run=compiler)
+
+    engine = build()
+    assert build() == engine
+    handle = EngineHandle.look_up(net, EngineChoice(PROFILE, backend="torch"), library, "node")
+    assert handle.session.engines == [engine]
+    assert "not used" not in status(handle)
+
     shutil.rmtree(key_folder)
-    found, reason = state(tmp_path / "library")
-    assert (found, trust.FOLDER_VARIABLE in reason) == (STALE, True)
+    handle.refresh()
+    assert handle.session.engines == []
+    assert re.search(rf"not used.*not built on this machine.*{trust.FOLDER_VARIABLE}", status(handle))
+    assert lacks_engine(handle)
+    assert state(tmp_path / "library")[0] == STALE
+    build()
+    assert steps == ["compile", "compile"]
+    handle.refresh()
+    assert "not used" not in status(handle)
 
 
-def test_machines_that_share_a_key_folder_trust_each_other(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_machines_that_share_a_key_folder_trust_each_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = publish_engine(tmp_path / "one")
     shutil.copytree(engine.folder, tmp_path / "two" / engine.folder.name)
     assert state(tmp_path / "two") == (READY, "")
@@ -273,13 +307,13 @@ def change_graph(folder: Path, operation: str) -> None:
 def copied(engine: Engine, root: Path, change: Callable[[Path], None], signed: bool = True) -> Engine:
     """An engine with the true key and true hashes of whatever files it has now, as built without a GPU."""
     library = Library([root])
-    folder = library.building_folder()
-    for name in engine.manifest.files:
-        shutil.copy(engine.folder / name, folder)
-    change(folder)
-    manifest = engine.manifest.to_json()
-    manifest["files"] = {n: f.__dict__ for n, f in describe_files(folder, list(engine.manifest.files)).items()}
-    made = library.publish(folder, Manifest.from_json(manifest))
+    with library.building_folder() as folder:
+        for name in engine.manifest.files:
+            shutil.copy(engine.folder / name, folder)
+        change(folder)
+        manifest = engine.manifest.to_json()
+        manifest["files"] = {n: f.__dict__ for n, f in describe_files(folder, list(engine.manifest.files)).items()}
+        made = library.publish(folder, Manifest.from_json(manifest))
     if not signed:
         (made.folder / RECORD_NAME).unlink()
     return made

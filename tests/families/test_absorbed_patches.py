@@ -12,12 +12,13 @@ from typing import Any
 import pytest
 import slow
 import torch
-from absorbed_patches import KINDS, AbsorbedPatch, all_differ, control_image, places_of
+from absorbed_patches import KINDS, AbsorbedPatch, all_differ, places_of
 from built_once import built_once
 from comfy.model_patcher import ModelPatcher
 from comfy_execution.graph import DynamicPrompt
 from compiling import COMPILES
 from family_contract import LIMIT, difference, live
+from fun import picture as control_image
 from hybrid_trt.architectures.calls import Unsupported
 from hybrid_trt.architectures.shapes import Profile
 from hybrid_trt.backends import backends
@@ -112,14 +113,10 @@ def test_a_control_image_of_another_size_is_embedded_once_per_run(
     assert passes.computed == before + kind.passes
 
 
-@LIKE_LLLITE
-def test_control_goes_on_and_off_between_prompts(
-    kind: AbsorbedPatch, model: ModelPatcher, patch: ModelPatcher, tmp_path: Path
+def test_inpainting_and_its_mask_are_served(
+    models: dict[str, Path], kind: AbsorbedPatch, model: ModelPatcher, tmp_path: Path
 ) -> None:
-    controlled = [kind.behind(model, patch, control_image(seed)) for seed in (2, 5)]
-    for native, name in ((controlled[0], kind.name), (model, kind.base), (controlled[1], kind.name)):
-        kind.served(native, tmp_path)
-        assert kind.network(native).architecture().name == name
+    all_differ([kind.served(native, tmp_path) for native in kind.inpainting(models, model)][:5])
 
 
 @LIKE_LLLITE

@@ -1,4 +1,4 @@
-"""Anima with LLLite: the range of steps in which it acts, and inpainting."""
+"""Anima with LLLite: the range of steps in which it acts."""
 
 from __future__ import annotations
 
@@ -7,12 +7,10 @@ from pathlib import Path
 import lllite
 import pytest
 import torch
-from absorbed_patches import LLLITE, all_differ, places_of
+from absorbed_patches import LLLITE, mask, places_of
 from comfy.model_patcher import ModelPatcher
 from family_contract import LIMIT
 from hybrid_trt.engine_library.engine import relative_error
-
-INPAINT = "tiny_anima_lllite_inpaint"
 
 
 @pytest.fixture(scope="module")
@@ -23,12 +21,6 @@ def model(models: dict[str, Path]) -> ModelPatcher:
 @pytest.fixture(scope="module")
 def patch(models: dict[str, Path]) -> ModelPatcher:
     return lllite.load(models)
-
-
-def mask(height: int = 72, width: int = 48) -> torch.Tensor:
-    found = torch.zeros(1, height, width)
-    found[:, 20:50, 10:30] = 1
-    return found
 
 
 @pytest.mark.parametrize(("start", "end", "acting"), [(0.0, 0.4, 1), (0.3, 0.8, 1), (0.5, 1.0, 1), (0.9, 1.0, 0)])
@@ -55,17 +47,8 @@ def test_the_ends_of_its_range_are_natives_to_the_last_bit(model: ModelPatcher, 
         assert bool(bind(call).inputs["strength"]) is bool(data), (start, end)
 
 
-def test_inpainting_and_its_mask_are_served(models: dict[str, Path], model: ModelPatcher, tmp_path: Path) -> None:
-    latents = []
-    for masked in ("false", "true"):
-        own = lllite.load(models, INPAINT, inpaint_masked_input=masked)
-        latents += [LLLITE.served(lllite.behind(model, own, mask=given), tmp_path)
-                    for given in (mask(), mask(90, 60), None)]  # fmt: skip
-    all_differ(latents[:-1])  # without a mask the image is whole
-
-
 def test_what_native_refuses_is_left_to_it(models: dict[str, Path], model: ModelPatcher, tmp_path: Path) -> None:
-    native = lllite.behind(model, lllite.load(models, INPAINT), mask=mask().repeat(2, 1, 1))
+    native = lllite.behind(model, lllite.load(models, lllite.INPAINT), mask=mask(72, 48).repeat(2, 1, 1))
     engine = LLLITE.patched(native, tmp_path)
     with pytest.raises(ValueError, match="mask batch 2"):
         LLLITE.prompt.sample(engine.model)

@@ -10,6 +10,7 @@ import comfy.sd
 import pytest
 from comfy.model_patcher import ModelPatcher
 from compiling import COMPILES
+from dynamic_vram import on_cpu
 from family_contract import ACTS, LIMIT, Family, lora_of
 from hybrid_trt.architectures.shapes import Profile
 from hybrid_trt.backends import backends
@@ -76,6 +77,19 @@ def test_loras_before_and_behind_the_engine_give_natives_latent(
         assert error(prompt.sample(model), expected) <= LIMIT
         assert patched.counts == (prompt.calls, 0), patched.handle.stats.reasons
         last = expected
+
+
+@for_each("name", lambda family: family.dynamic)
+def test_under_dynamic_vram_prompts_and_loras_are_natives(
+    models: dict[str, Path], tmp_path: Path, family: Family, name: str
+) -> None:
+    prompt, lora = family.prompts[name], lora_of(family.network(models, family.prompts[name].file), family.loras[name])
+    dynamic, native = on_cpu(family.network(models, prompt.file).patcher), family.network(models, prompt.file).patcher
+    patched = Patched(NativeNetwork.of_model(dynamic, prompt.file), tmp_path, "torch")
+    for model, reference in ((patched.model, native), (with_lora(patched.model, lora, 0.7),
+                                                       with_lora(native, lora, 0.7))):  # fmt: skip
+        assert error(prompt.sample(model), prompt.sample(reference)) <= LIMIT
+        assert patched.counts == (prompt.calls, 0), patched.handle.stats.reasons
 
 
 @for_each("name words", lambda family: [(name, words) for name in family.patched for words in family.patches])

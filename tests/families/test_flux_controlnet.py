@@ -13,8 +13,8 @@ from comfy.controlnet import ControlNet
 from control_stacks import SAMPLING
 from family_contract import ACTS, LIMIT, difference, error_of, live, natively
 from flux_networks import PIXELS, call, control_call, control_network
-from hybrid_trt.comfy_model.float32 import results_in_float32
 from hybrid_trt.comfy_model.network import NativeNetwork
+from hybrid_trt.comfy_model.torch_kernels import results_in_float32
 from hybrid_trt.engine_library import Library, Unavailable
 from hybrid_trt.engine_library.engine import relative_error
 from hybrid_trt.sampling import control_stack

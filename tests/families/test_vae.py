@@ -10,7 +10,6 @@ from typing import Any
 import comfy.model_management as comfy_management
 import comfy.model_patcher as comfy_patcher
 import pytest
-import slow
 import torch
 from comfy.ldm.models.autoencoder import AutoencoderKL, AutoencodingEngine
 from comfy.ldm.wan.vae import WanVAE
@@ -18,7 +17,7 @@ from comfy.sd import VAE
 from comfy.taesd import taesd
 from comfy.taesd.taesd import TAESD
 from comfy.utils import load_torch_file
-from comfy_process import ComfyProcess, History
+from comfy_process import ComfyProcess
 from hybrid_trt.architectures import Role
 from hybrid_trt.architectures.shapes import Picture, RequestedSizes
 from hybrid_trt.architectures.shapes import outside as outside_words
@@ -28,7 +27,7 @@ from hybrid_trt.comfy_model.network import NativeNetwork
 from hybrid_trt.engine_builder.build import build_engine, run_here
 from hybrid_trt.engine_builder.order import BuildOrder
 from hybrid_trt.engine_library import Library, Unavailable
-from hybrid_trt.engine_library.yardstick import FLOORS
+from hybrid_trt.engine_library.measurements import FLOORS
 from hybrid_trt.page_api.graph_pictures import asked_pictures
 from hybrid_trt.page_api.workflow_graph import vae_calls
 from hybrid_trt.sampling.engine_handle import EngineHandle
@@ -39,7 +38,7 @@ LIMIT = 1e-5
 SETTINGS = {"when_missing": "build now", "min_size": 32, "opt_size": 128, "max_size": 256}
 """The last tile of a row is narrower than a picture."""
 KINDS = {"kl": "tiny_kl.safetensors", "taesd": "tiny_sdxl_taesd.safetensors"}
-CALLS = {"decode": "vae_decoder", "encode": "vae_encoder"}
+SIZES = RequestedSizes(64, 128, 256)
 
 
 def graph(kind: str, call: str, backend: str = "", width: int = 136, height: int = 120, batch: int = 1, **tiles: int
@@ -64,53 +63,24 @@ def graph(kind: str, call: str, backend: str = "", width: int = 136, height: int
     return built
 
 
-def rows(history: History) -> list[dict[str, Any]]:
-    return history.output("report", "report")[0]["rows"]
-
-
-@slow.when("encode", but=["taesd"])
-@pytest.mark.parametrize("call", CALLS)
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_vae_on_an_engine_gives_natives_picture(comfy: ComfyProcess, kind: str, call: str) -> None:
-    for sizes in ({}, {"width": 64, "height": 200}, {"width": 101, "height": 139, "batch": 3}):
-        native = latent_of(comfy.queue(graph(kind, call, **sizes)))
-        history = comfy.queue(graph(kind, call, "onnxruntime", **sizes), timeout=300)
-        assert relative_difference(latent_of(history), native) <= LIMIT
-        row, = rows(history)
-        counts = (row["kind"], row["engine"], row["native"])
-        assert counts == (CALLS[call], sizes.get("batch", 1), 0), row["details"]
+def compared(comfy: ComfyProcess, native: Prompt, engine: Prompt) -> dict[str, Any]:
+    """Hold a prompt's picture against native's, and return the VAE's row of the report."""
+    expected = latent_of(comfy.queue(native))
+    history = comfy.queue(engine, timeout=300)
+    assert relative_difference(latent_of(history), expected) <= LIMIT
+    (row,) = history.output("report", "report")[0]["rows"]
+    return row
 
 
 def test_torch_serves_what_it_compiled_and_the_next_size_runs_normally(comfy: ComfyProcess) -> None:
     """Live weights alone do not serve a VAE: a picture of another size than the compiled ones runs on native."""
-    kind = "taesd"
-    native = latent_of(comfy.queue(graph(kind, "decode")))
-    history = comfy.queue(graph(kind, "decode", "torch"), timeout=300)
-    assert relative_difference(latent_of(history), native) <= LIMIT
-    row, = rows(history)
-    assert (row["engine"], row["native"]) == (0, 1), "nothing tells the size of a picture from a file before it ran"
-    history = comfy.queue(graph(kind, "decode", "torch"), timeout=300)
-    row, = rows(history)
-    assert relative_difference(latent_of(history), native) <= LIMIT
-    assert (row["engine"], row["native"]) == (1, 0), row["details"]
-    other = latent_of(comfy.queue(graph(kind, "decode", width=64, height=200)))
-    history = comfy.queue(graph(kind, "decode", "torch", width=64, height=200) | {
+    for calls in ((0, 1), (1, 0)):  # nothing tells the size of a picture from a file before it ran
+        row = compared(comfy, graph("taesd", "decode"), graph("taesd", "decode", "torch"))
+        assert (row["engine"], row["native"]) == calls, row["details"]
+    other = {"width": 64, "height": 200}
+    row = compared(comfy, graph("taesd", "decode", **other), graph("taesd", "decode", "torch", **other) | {
         "node": node("TRTVAEEngine", vae=["loader", 0], backend="torch", **SETTINGS | {"when_missing": "use native"})})
-    assert relative_difference(latent_of(history), other) <= LIMIT
-    row, = rows(history)
     assert row["reasons"] == {"size the engine was not built for": 1}, row["details"]
-
-
-def test_tiled_decoding_runs_on_the_engine(comfy: ComfyProcess) -> None:
-    tiles = {"tile_size": 128, "overlap": 32, "temporal_size": 64, "temporal_overlap": 8}
-    size = {"width": 200, "height": 168}
-    native = latent_of(comfy.queue(graph("taesd", "decode", **size, **tiles)))
-    built = graph("taesd", "decode", "onnxruntime", **size, **tiles)
-    history = comfy.queue(built, timeout=300)
-    assert relative_difference(latent_of(history), native) <= LIMIT
-    row, = rows(history)
-    assert row["native"] == 0, row["details"]
-    assert row["engine"] > 3, "each tile is a call"
 
 
 def sampled(backend: str = "", width: int = 224, height: int = 224, batch: int = 1, **tiles: int) -> Prompt:
@@ -128,11 +98,8 @@ def sampled_tiles(backend: str = "", tile: int = 128) -> Prompt:
 
 @pytest.mark.slow
 def test_torch_compiles_the_three_shapes_of_tiles_that_a_graph_asks_for(comfy: ComfyProcess) -> None:
-    native = latent_of(comfy.queue(sampled_tiles()))
     built = sampled_tiles("torch")
-    history = comfy.queue(built, timeout=300)
-    assert relative_difference(latent_of(history), native) <= LIMIT
-    row, = rows(history)
+    row = compared(comfy, sampled_tiles(), built)
     assert (row["native"], row["reasons"]) == (0, {}), row["details"]
     assert row["engine"] == 4 + 6 + 6
     told = comfy.post("/hybrid_trt/nodes", {"prompt": built, "nodes": ["node"]})["nodes"]["node"]
@@ -176,7 +143,7 @@ def test_in_the_precision_of_comfyuis_flag_it_is_as_near_to_float32_as_native(
         history = other.queue(sampled(backend, **size), timeout=300)
         found = latent_of(history)
         told = other.post("/hybrid_trt/nodes", {"prompt": sampled(backend, **size), "nodes": ["node"]})["nodes"]["node"]
-    row, = rows(history)
+    (row,) = history.output("report", "report")[0]["rows"]
     assert (row["engine"], row["native"]) == (3, 0), row["details"]
     assert told["engine"]["precision"] == precision
     own = relative_difference(native, exact)
@@ -212,12 +179,28 @@ def test_a_graph_tells_whether_a_vae_decodes_or_encodes() -> None:
     assert vae_calls(control, "node") == ["vae"], "few ControlNets encode, and an encoder takes a while to build"
 
 
+def as_vae(module: torch.nn.Module) -> SimpleNamespace:
+    """A VAE as far as the pack reads it."""
+    patcher = comfy_patcher.ModelPatcher(module, torch.device("cpu"), torch.device("cpu"))
+    return SimpleNamespace(patcher=patcher, first_stage_model=module, vae_dtype=torch.float32)
+
+
 def test_a_vae_of_videos_runs_at_normal_speed_and_says_why() -> None:
     module = WanVAE(dim=8, z_dim=4, dim_mult=[1, 1], num_res_blocks=1, temperal_downsample=[False])
-    patcher = comfy_patcher.ModelPatcher(module, torch.device("cpu"), torch.device("cpu"))
-    vae = SimpleNamespace(patcher=patcher, first_stage_model=module, vae_dtype=torch.float32)
     with pytest.raises(Unavailable, match="video.safetensors is a WanVAE"):
-        NativeNetwork.of_vae(vae, Role.VAE_DECODER, "video.safetensors").architecture()
+        NativeNetwork.of_vae(as_vae(module), Role.VAE_DECODER, "video.safetensors").architecture()
+
+
+def engine_of(
+    vae: Any, role: Role, folder: Path, backend: str = "onnxruntime", sizes: RequestedSizes = SIZES
+) -> EngineHandle:
+    """Build a VAE's engine and return its handle."""
+    network, library = NativeNetwork.of_vae(vae, role, f"a VAE's {role.value}"), Library([folder])
+    profile = network.architecture().profile(sizes)
+    order = BuildOrder(network, "float32", profile, backends()[backend])
+    build_engine(order, library, lambda *_: None, run=run_here)
+    choice = EngineChoice(profile, backend=backend)
+    return EngineHandle.look_up(network, choice, library, f"{role.value} by {backend} in {folder}")
 
 
 @pytest.fixture
@@ -225,12 +208,7 @@ def decoder(comfy: ComfyProcess, tmp_path: Path) -> tuple[VAE, VAE, EngineHandle
     """TAESD natively and with an engine to decode, and the engine's handle."""
     path = comfy.base / "models" / "vae" / KINDS["taesd"]
     vae = VAE(sd=load_torch_file(str(path)), device=torch.device("cpu"), dtype=torch.float32)
-    network = NativeNetwork.of_vae(vae, Role.VAE_DECODER, "taesd")
-    library = Library([tmp_path])
-    profile = network.architecture().profile(RequestedSizes(64, 128, 256))
-    order = BuildOrder(network, "float32", profile, backends()["onnxruntime"])
-    build_engine(order, library, lambda *_: None, run=run_here)
-    handle = EngineHandle.look_up(network, EngineChoice(profile, backend="onnxruntime"), library, f"node of {tmp_path}")
+    handle = engine_of(vae, Role.VAE_DECODER, tmp_path)
     return vae, vae_with_engines(vae, {Role.VAE_DECODER: handle}), handle
 
 
@@ -266,44 +244,54 @@ def vae_of(module: AutoencodingEngine, generator: torch.Generator) -> SimpleName
         weight.data = torch.randn(weight.shape, generator=generator) * spread
         if weight.ndim == 1 and "norm" in name and name.endswith("weight"):
             weight.data += 1
-    module.eval().requires_grad_(False)
-    patcher = comfy_patcher.ModelPatcher(module, torch.device("cpu"), torch.device("cpu"))
-    return SimpleNamespace(patcher=patcher, first_stage_model=module, vae_dtype=torch.float32)
+    return as_vae(module.eval().requires_grad_(False))
 
 
+def differs(image: torch.Tensor, wanted: torch.Tensor) -> float:
+    return float((image - wanted).norm() / wanted.norm())
+
+
+def check_engine(vae: Any, role: Role, handle: EngineHandle, images: torch.Tensor) -> None:
+    """Compare what an engine makes of images with native's."""
+    call = "decode" if role is Role.VAE_DECODER else "encode"
+    expected = getattr(vae.first_stage_model, call)(images)
+    assert differs(getattr(EngineVAEModel(vae, {role: handle}), call)(images), expected) <= LIMIT
+    assert (handle.stats.engine, handle.stats.native) == (len(images), 0), handle.stats.details
+
+
+ROLES = pytest.mark.parametrize("role", [Role.VAE_DECODER, Role.VAE_ENCODER])
+
+
+@ROLES
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_the_layouts_of_flux_and_sd3_are_served(layout: str, tmp_path: Path) -> None:
+def test_the_layouts_of_flux_and_sd3_are_served(layout: str, role: Role, tmp_path: Path) -> None:
     make, channels, pixels = LAYOUTS[layout]
     generator = torch.Generator().manual_seed(4)
     vae = vae_of(module := make(), generator)
-    given = {Role.VAE_DECODER: torch.randn(2, channels, 72 // pixels, 96 // pixels, generator=generator),
-             Role.VAE_ENCODER: torch.rand(1, 3, 80, 96, generator=generator) * 2 - 1}  # fmt: skip
-    for role, images in given.items():
-        network, library = NativeNetwork.of_vae(vae, role, f"flux {role.value}"), Library([tmp_path])
-        architecture = network.architecture()
-        profile = architecture.profile(RequestedSizes(64, 128, 256))
-        assert architecture.words(profile) == "64 to 256 px"
-        (call,) = architecture.calls(profile, Picture(96, 80, (1,)))
-        assert (call["W"] * pixels, call["H"] * pixels, architecture.call_words(call)) == (96, 80, "96x80")
-        wide = architecture.calls(profile, Picture(512, 64, (1,)))[0]
-        why = outside_words(profile, wide, architecture.symbols)
-        assert why == "width 512 px is outside the engine's 64 to 256 px"
-        order = BuildOrder(network, "float32", profile, backends()["onnxruntime"])
-        build_engine(order, library, lambda *_: None, run=run_here)
-        choice = EngineChoice(profile, backend="onnxruntime")
-        handle = EngineHandle.look_up(network, choice, library, f"{layout} {role.value}")
-        model = EngineVAEModel(vae, {role: handle})
-        call = "decode" if role is Role.VAE_DECODER else "encode"
-        expected = getattr(module, call)(images)
-        assert float((getattr(model, call)(images) - expected).norm() / expected.norm()) <= LIMIT
-        assert (handle.stats.engine, handle.stats.native) == (len(images), 0), handle.stats.details
+    handle = engine_of(vae, role, tmp_path)
+    architecture, profile = handle.network.architecture(), handle.choice.profile
+    assert architecture.words(profile) == "64 to 256 px"
+    (call,) = architecture.calls(profile, Picture(96, 80, (1,)))
+    assert (call["W"] * pixels, call["H"] * pixels, architecture.call_words(call)) == (96, 80, "96x80")
+    wide = architecture.calls(profile, Picture(512, 64, (1,)))[0]
+    why = outside_words(profile, wide, architecture.symbols)
+    assert why == "width 512 px is outside the engine's 64 to 256 px"
+    check_engine(vae, role, handle, torch.rand(1, 3, 80, 96, generator=generator) * 2 - 1 if role is Role.VAE_ENCODER
+                 else torch.randn(2, channels, 72 // pixels, 96 // pixels, generator=generator))  # fmt: skip
     if layout == "Flux.2":
         other = copy.deepcopy(module)
         other.bn.running_mean += 0.1
-        patcher = comfy_patcher.ModelPatcher(other, torch.device("cpu"), torch.device("cpu"))
-        vae = SimpleNamespace(patcher=patcher, first_stage_model=other, vae_dtype=torch.float32)
-        handle = EngineHandle.look_up(NativeNetwork.of_vae(vae, role, "other"), choice, library, "other statistics")
+        network = NativeNetwork.of_vae(as_vae(other), role, "other")
+        handle = EngineHandle.look_up(network, handle.choice, Library([tmp_path]), "other statistics")
         assert handle.session is None, "an engine has the statistics that it was built with"
+
+
+@ROLES
+def test_statistics_of_a_latent_reach_what_torch_compiles(role: Role, tmp_path: Path) -> None:
+    vae = vae_of(like_flux2(), torch.Generator().manual_seed(4))
+    handle = engine_of(vae, role, tmp_path, "torch", RequestedSizes(64, 64, 64))
+    shape = (1, 32, 4, 4) if role is Role.VAE_DECODER else (1, 3, 64, 64)
+    check_engine(vae, role, handle, torch.randn(shape, generator=torch.Generator().manual_seed(6)))
 
 
 def test_comfyui_frees_what_a_compiled_call_needs_and_natives_estimate_elsewhere(
@@ -347,7 +335,7 @@ def test_what_lacks_memory_as_a_whole_is_decoded_in_tiles_on_the_engine(
         assert len(calls) > 4
     assert all(ours < natives for ours, natives in zip(asked[:2], asked[2:], strict=True)), "engines need less"
     for ours, natives in zip(pictures[:2], pictures[2:], strict=True):
-        assert float((ours - natives).norm() / natives.norm()) <= LIMIT
+        assert differs(ours, natives) <= LIMIT
     assert handle.stats.engine > 4
     assert handle.stats.native == 0, handle.stats.details
 
@@ -361,7 +349,7 @@ def test_a_decoder_that_gives_no_numbers_is_replaced_by_native(
     expected = vae.first_stage_model.decode(latent)
     served = backed.first_stage_model.decode(latent)
     assert handle.stats.engine == 2
-    assert float((served - expected).norm() / expected.norm()) <= LIMIT
+    assert differs(served, expected) <= LIMIT
     nothing = {"result": torch.full((1, 3, 128, 128), float("nan"))}
     monkeypatch.setattr(type(handle.session), "run", lambda *_: nothing)
     assert torch.equal(backed.first_stage_model.decode(latent), expected)
@@ -379,19 +367,3 @@ def test_another_packs_code_in_a_vae_makes_it_run_on_native(
     handle.refresh()
     assert handle.session is None
     assert f"has replaced {kind.__name__}.{method}" in handle.fallback.detail
-
-
-@pytest.mark.parametrize("role", [Role.VAE_DECODER, Role.VAE_ENCODER])
-def test_statistics_of_a_latent_reach_what_torch_compiles(role: Role, tmp_path: Path) -> None:
-    vae = vae_of(module := like_flux2(), torch.Generator().manual_seed(4))
-    network, library = NativeNetwork.of_vae(vae, role, f"flux2 {role.value}"), Library([tmp_path])
-    profile = network.architecture().profile(RequestedSizes(64, 64, 64))
-    order = BuildOrder(network, "float32", profile, backends()["torch"])
-    build_engine(order, library, lambda *_: None, run=run_here)
-    handle = EngineHandle.look_up(network, EngineChoice(profile, backend="torch"), library, f"torch {role.value}")
-    model = EngineVAEModel(vae, {role: handle})
-    call, shape = ("decode", (1, 32, 4, 4)) if role is Role.VAE_DECODER else ("encode", (1, 3, 64, 64))
-    images = torch.randn(shape, generator=torch.Generator().manual_seed(6))
-    expected = getattr(module, call)(images)
-    assert float((getattr(model, call)(images) - expected).norm() / expected.norm()) <= LIMIT
-    assert (handle.stats.engine, handle.stats.native) == (1, 0), handle.stats.details

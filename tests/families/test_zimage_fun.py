@@ -12,7 +12,7 @@ import pytest
 import slow
 import torch
 import zimage
-from absorbed_patches import FUN, all_differ
+from absorbed_patches import FUN
 from builds import until
 from comfy import model_management
 from comfy.model_patcher import ModelPatcher
@@ -22,8 +22,6 @@ from family_contract import LIMIT, difference
 from fun import GIVEN, STEPS, TWO_ONE, A, B, C
 from hybrid_trt.architectures.calls import Unsupported
 from hybrid_trt.architectures.shapes import Picture, RequestedSizes
-from hybrid_trt.comfy_model.joined_weights import JoinedWeights
-from hybrid_trt.comfy_model.live_weights import LiveWeights
 from hybrid_trt.comfy_model.network import NativeNetwork
 from hybrid_trt.engine_library import Library, Reason
 from hybrid_trt.engine_library.engine import relative_error
@@ -62,17 +60,6 @@ def test_calls_of_each_version_give_natives_result(version: str) -> None:
         check_call(net, number, strength)
 
 
-def test_the_first_version_behind_the_engine_node_gives_natives_picture_and_a_reason(
-    model: ModelPatcher, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    engine, companion = FUN.patched(model, tmp_path), fun.control(**fun.VERSIONS["1"][1])
-    expected = FUN.prompt.sample(fun.with_fun(model, companion))
-    assert relative_error(FUN.prompt.sample(model), expected) > 100 * LIMIT
-    assert relative_error(FUN.prompt.sample(fun.with_fun(engine.model, companion)), expected) <= LIMIT
-    assert engine.counts == (0, FUN.prompt.calls)
-    assert f"{Reason.MODEL_PATCHED.value}: {FUN.place}" in caplog.text
-
-
 @pytest.mark.parametrize("dtype", [pytest.param(torch.bfloat16, marks=pytest.mark.slow), torch.float8_e4m3fn])
 def test_a_patch_stored_in_fewer_bits_is_cast_as_native_casts_it(dtype: torch.dtype) -> None:
     check_call(fun.network(zimage.network(n_layers=16), fun.control(dtype=dtype, **TWO_ONE)), 0)
@@ -103,26 +90,6 @@ def test_prompts_of_other_lengths_and_a_control_image_of_another_size_are_served
     given = [[C, {}], [A, area]], [[B, {}]]
     assert relative_error(patched.sample(*given, steps=STEPS), zimage.sample(native, *given, steps=STEPS)) <= LIMIT
     assert patched.counts[1] == 0, "a part of the picture has a control image of its size"
-
-
-def test_inpainting_and_its_mask_are_served(model: ModelPatcher, patch: ModelPatcher, tmp_path: Path) -> None:
-    mask = torch.zeros(1, 64, 48)
-    mask[:, 20:50, 10:30] = 1
-    ways = ({"inpaint_image": fun.picture(5), "mask": mask}, {"inpaint_image": fun.picture(5)},
-            {"inpaint_image": fun.picture(5, 80, 80), "mask": mask}, {})  # fmt: skip
-    all_differ([FUN.served(fun.with_fun(model, patch, **options), tmp_path) for options in ways])
-
-
-def test_values_that_another_node_writes_into_the_patch_are_followed(model: ModelPatcher, tmp_path: Path) -> None:
-    companion = fun.control(**TWO_ONE)
-    native = fun.with_fun(model, companion)
-    patched = FUN.patched(native, tmp_path)
-    before = FUN.prompt.sample(patched.model)
-    companion.model.control_layers[1].after_proj.weight.data.mul_(3)
-    expected = FUN.prompt.sample(native)
-    assert relative_error(before, expected) > 100 * LIMIT
-    assert relative_error(FUN.prompt.sample(patched.model), expected) <= LIMIT
-    assert patched.counts[1] == 0
 
 
 def test_under_dynamic_vram_the_weights_of_both_are_followed(model: ModelPatcher, tmp_path: Path) -> None:
@@ -169,13 +136,6 @@ def test_nothing_keeps_a_model_or_a_patch_that_nobody_uses(tmp_path: Path) -> No
     companion = None
     gc.collect()
     assert nets[1]() is None
-
-
-def test_weights_of_two_networks_can_all_that_those_of_one_can() -> None:
-    """Engines use the one in the place of the other."""
-    kinds = (LiveWeights, JoinedWeights)
-    of_one, of_two = ({name for name in vars(kind) if not name.startswith("_")} for kind in kinds)
-    assert of_one <= of_two
 
 
 class Smaller(fun.PictureAsLatent):

@@ -247,35 +247,6 @@ def test_a_bad_workflow_is_refused_with_comfyuis_own_reason(farm: FarmProcess, c
 
 
 @needs_ray
-@pytest.mark.slow
-@pytest.mark.fault("the ComfyUI of a farm's worker dies while it renders",
-                   see="another worker renders the prompt, and a new one takes its place")
-def test_where_comfyui_dies_another_worker_renders_its_prompt(farm: FarmProcess) -> None:
-    farm.until_ready(workers=2)
-    with ThreadPoolExecutor() as threads:
-        running = [threads.submit(farm.ask, "POST", "/render", {"workflow": work(seed, 96, 100)}) for seed in (1, 2, 3)]
-        assert until(lambda: farm.ask("GET", "/ready")[1]["rendering"] == 3, 60)
-        time.sleep(2)
-        comfyui_of(farm.workers()[0]).kill()
-        ends = [one.result()[1][-1] for one in running]
-    assert [end["event"] for end in ends] == ["done"] * 3, ends
-    assert sorted(end["attempts"] for end in ends) == [1, 1, 2]
-    farm.until_ready(workers=2)
-
-
-@needs_ray
-@pytest.mark.fault("a farm is started on a port that is taken",
-                   see="an error in one sentence; the first farm serves on")
-def test_a_second_farm_on_a_port_says_that_it_is_taken(farm: FarmProcess, comfy: ComfyProcess, tmp_path: Path) -> None:
-    second = FarmProcess(FARM_PYTHON, comfy, tmp_path, "--workers", "1")
-    second.port = farm.port
-    with second:
-        assert second.wait(60) == 2, second.log.read_text()
-    assert f"Port {farm.port} of 127.0.0.1 is taken" in second.log.read_text()
-    assert farm.ask("GET", "/ready")[0] == 200
-
-
-@needs_ray
 @pytest.mark.fault("a farm is told to end while it renders", see="it renders what it has, takes no more, and ends")
 def test_a_farm_that_ends_renders_what_it_has_and_takes_no_more(farm: FarmProcess) -> None:
     family = farm.family()
@@ -338,5 +309,3 @@ def test_a_farm_that_cannot_be_warm_ends_with_comfyuis_reason(comfy: ComfyProces
         assert process.wait(180) == 1
     told = process.log.read_text().rpartition("The farm cannot start: ")[2]
     assert "no_such_model.safetensors is missing: put it where UNETLoader (node unet) looks" in told
-
-

@@ -30,6 +30,12 @@ def part(name: str) -> types.ModuleType:
     return importlib.import_module(f"farm.{name}")
 
 
+def ran(*arguments: str, before: tuple[str, ...] = (), given: str = "") -> subprocess.CompletedProcess[str]:
+    """Run Ray's Python in the pack's folder."""
+    return subprocess.run([*before, FARM_PYTHON, *arguments], cwd=ROOT, env=farm_environment(), input=given,
+                          capture_output=True, text=True, check=False)  # fmt: skip
+
+
 @needs_ray
 def test_a_batch_that_cannot_be_rendered_is_told_in_a_sentence(tmp_path: Path) -> None:
     good, other, page = (tmp_path / f"{name}.json" for name in ("good", "other", "page"))
@@ -37,12 +43,6 @@ def test_a_batch_that_cannot_be_rendered_is_told_in_a_sentence(tmp_path: Path) -
     other.write_text(json.dumps(work(steps=2)), encoding="utf-8")
     page.write_text('{"nodes": [], "links": []}', encoding="utf-8")
     out = tmp_path / "out"
-
-    def said(workflow: Path, seeds: str) -> tuple[int, str]:
-        command = [FARM_PYTHON, "-m", "farm", "render", str(workflow), "--seeds", seeds, "--out", str(out), "--url",
-                   "http://127.0.0.1:9", "--patience", "0"]  # fmt: skip
-        done = subprocess.run(command, cwd=ROOT, env=farm_environment(), capture_output=True, text=True, check=False)
-        return done.returncode, done.stderr.splitlines()[-1]
 
     for workflow, seeds, status, words in (
         (good, "1", 1, "Seed 1 was not rendered: The farm does not answer"),
@@ -52,8 +52,9 @@ def test_a_batch_that_cannot_be_rendered_is_told_in_a_sentence(tmp_path: Path) -
         (good, "5-1", 2, "backwards"),
         (good, "all", 2, "1-100 or 7,9,20-30"),
     ):
-        code, line = said(workflow, seeds)
-        assert (code, words in line) == (status, True), line
+        done = ran("-m", "farm", "render", str(workflow), "--seeds", seeds, "--out", str(out),
+                   "--url", "http://127.0.0.1:9", "--patience", "0")  # fmt: skip
+        assert (done.returncode, words in done.stderr.splitlines()[-1]) == (status, True), done.stderr
     assert [path.name for path in out.iterdir()] == ["workflow.sha256"]
 
 
@@ -73,9 +74,8 @@ def test_what_a_farm_lacks_is_told_in_a_sentence(tmp_path: Path) -> None:
         (["-m", "farm", *serve, "192.0.2.1"], 2, "The farm cannot listen at port 0 of 192.0.2.1: "),
         (["-c", no_ray, *serve, "127.0.0.1"], 2, "ray is not installed for this Python, so nothing is rendered: run"),
     ):  # fmt: skip
-        limited = ["sh", "-c", 'ulimit -f 0; exec "$@"', "sh"] if "Errno 27" in words else []  # as a full disk
-        done = subprocess.run([*limited, FARM_PYTHON, *options], cwd=ROOT, env=farm_environment(), capture_output=True,
-                              text=True, check=False)  # fmt: skip
+        limited = ("sh", "-c", 'ulimit -f 0; exec "$@"', "sh") if "Errno 27" in words else ()  # as a full disk
+        done = ran(*options, before=limited)
         assert (done.returncode, words in done.stderr.splitlines()[-1]) == (status, True), done.stderr
         assert "Traceback" not in done.stderr
 
@@ -100,14 +100,15 @@ sys.stdin.readline()
 
 
 @needs_ray
+@pytest.mark.fault("a farm is started on a port that is taken",
+                   see="an error in one sentence; the first farm serves on")
 def test_a_farm_has_its_port_from_its_start_on_and_another_one_is_told_that_it_is_taken() -> None:
     """Ray takes seconds until it listens."""
     port = free_port()
     command = [FARM_PYTHON, "-c", HOLDS_A_PORT, str(port)]
 
     def second() -> str:
-        return subprocess.run(command, cwd=ROOT, env=farm_environment(), input="\n\n", stdout=subprocess.DEVNULL,
-                              stderr=subprocess.PIPE, text=True, check=False).stderr.strip()  # fmt: skip
+        return ran(*command[1:], given="\n\n").stderr.strip()
 
     taken = f"Port {port} of 127.0.0.1 is taken: end the farm that uses it, or use --port."
     with subprocess.Popen(command, cwd=ROOT, env=farm_environment(), stdin=subprocess.PIPE, stdout=subprocess.PIPE,
@@ -162,7 +163,7 @@ asyncio.run(main())
 
 @needs_ray
 def test_the_clients_patience_begins_where_an_answer_stops() -> None:
-    done = subprocess.run([FARM_PYTHON, "-c", BREAKS_OFF], cwd=ROOT, capture_output=True, text=True, check=False)
+    done = ran("-c", BREAKS_OFF)
     assert done.stdout.strip() == "{'event': 'done'}", done.stderr
 
 
@@ -355,10 +356,12 @@ json.dump([asyncio.run(told(*lives)) for lives in json.loads(sys.argv[1])] + [as
 
 
 @needs_ray
+@pytest.mark.fault("the ComfyUI of a farm's worker dies while it renders",
+                   see="another worker renders the prompt, and a new one takes its place")
 def test_a_prompt_that_has_ended_is_not_rendered_again_and_one_that_kills_workers_ends_after_three() -> None:
     lives = [[["started", "done"]], [["started"], ["done"]], [["refused"]], [[], ["started"], []]]
-    done = subprocess.run([FARM_PYTHON, "-c", GATE_WITH_WORKERS_THAT_DIE, json.dumps(lives)], cwd=ROOT,
-                          env=farm_environment(), capture_output=True, text=True, check=True)  # fmt: skip
+    done = ran("-c", GATE_WITH_WORKERS_THAT_DIE, json.dumps(lives))
+    assert done.returncode == 0, done.stderr
     died = "worker died"
     first, second, third, last, left = json.loads(done.stdout.splitlines()[-1])
     assert (first, second, third) == (["started", "done"], ["started", died, "done"], ["refused"])
@@ -418,4 +421,4 @@ def test_the_pack_imports_nothing_of_ray_or_the_farm_and_the_farm_nothing_of_the
 @needs_ray
 def test_the_farm_is_imported_without_torch_and_so_without_cuda() -> None:
     code = "import sys, farm.app, farm.serving, farm.render; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([FARM_PYTHON, "-c", code], cwd=ROOT, env=farm_environment(), check=False).returncode == 0
+    assert ran("-c", code).returncode == 0

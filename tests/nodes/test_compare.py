@@ -6,7 +6,6 @@ import json
 import math
 import sys
 import types
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -93,28 +92,17 @@ def test_pictures_of_other_sizes_are_refused_in_one_sentence(other: torch.Tensor
     assert "same size and number" in str(refusal.value)
 
 
-@pytest.fixture
-def measured(monkeypatch: pytest.MonkeyPatch) -> Callable[[list[float]], list[tuple]]:
-    """A torchmetrics that gives these similarities; the calls that it got."""
-    def install(values: list[float]) -> list[tuple]:
-        calls: list[tuple] = []
+def test_ssim_is_torchmetrics_of_each_picture_and_the_worst_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[tuple] = []
 
-        def measure(preds: torch.Tensor, target: torch.Tensor, **options: Any) -> torch.Tensor:
-            calls.append((preds, target, options))
-            return torch.tensor(values[len(calls) - 1])
+    def measure(preds: torch.Tensor, target: torch.Tensor, **options: Any) -> torch.Tensor:
+        calls.append((preds, target, options))
+        return torch.tensor([0.75, 0.5][len(calls) - 1])
 
-        names = ("torchmetrics", "torchmetrics.functional", "torchmetrics.functional.image")
-        for name in names:
-            monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
-        sys.modules[names[-1]].structural_similarity_index_measure = measure
-        monkeypatch.setattr(module, "find_spec", lambda _: object())
-        return calls
-
-    return install
-
-
-def test_ssim_is_torchmetrics_of_each_picture_and_the_worst_counts(measured: Callable) -> None:
-    calls = measured([0.75, 0.5])
+    for name in ("torchmetrics", "torchmetrics.functional", "torchmetrics.functional.image"):
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+    sys.modules["torchmetrics.functional.image"].structural_similarity_index_measure = measure
+    monkeypatch.setattr(module, "find_spec", lambda _: object())
     found = compare(picture(count=2), picture(2, count=2))
     assert found.ssim == 0.5
     assert "SSIM 0.5000" in words(found, 2)

@@ -69,9 +69,7 @@ def test_an_engine_says_whose_weights_it_has_where_these_are_not_the_files(
     assert "changes" not in unchanged.manifest.to_json(), "engines of before have the digest that was signed"
 
 
-def test_a_node_that_has_not_run_knows_if_its_engine_is_there(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_node_that_has_not_run_knows_if_its_engine_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     net, library = network("unet", "one_level"), Library([tmp_path])
     states = node_states.NodeStates(library, BuildQueue())
     wish = NodeRequest("unet", net.label, False, ORT, SIZES)

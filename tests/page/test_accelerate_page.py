@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import shutil
-from collections.abc import Iterator
 from typing import Any
 
 import numpy
 import pytest
 import slow
-from browser import ComfyPage, chromium, comfy_page
+from build_page import no_engines
 from comfy_process import ComfyProcess
 from engine_page import EnginePage
 from PIL import Image
@@ -78,17 +76,12 @@ FREE = "() => { const r = app.canvas.canvas.getBoundingClientRect(); return [r.l
 MARGINS = {"left": 420, "top": 112, "right": 12, "bottom": 160}
 
 
-@pytest.fixture(scope="module", params=slow.cases({"litegraph": False, "vue": True}, ["vue"]))
-def opened(request: pytest.FixtureRequest, comfy: ComfyProcess) -> Iterator[ComfyPage]:
-    with chromium() as browser, comfy_page(browser, comfy.url, vue=request.param) as page:
-        yield page
-
-
 @pytest.fixture
-def page(opened: ComfyPage, comfy: ComfyProcess, request: pytest.FixtureRequest) -> EnginePage:
-    shutil.rmtree(comfy.base / "models" / "trt_engines", ignore_errors=True)
-    opened.page.evaluate("() => app.extensionManager.command.execute('Comfy.NewBlankWorkflow')")
-    return EnginePage(opened, request.node.originalname.removeprefix("test_"))
+def page(page: EnginePage, comfy: ComfyProcess) -> EnginePage:
+    """An empty page of a server without engines."""
+    no_engines(comfy)
+    page.page.page.evaluate("() => app.extensionManager.command.execute('Comfy.NewBlankWorkflow')")
+    return page
 
 
 def picture(page: EnginePage, comfy: ComfyProcess) -> numpy.ndarray:
@@ -107,11 +100,11 @@ def choose(page: EnginePage, entry: str) -> None:
 
 
 @pytest.mark.parametrize("drawn", slow.cases({"plain": (PLAIN,), "SDXL with all": (LARGE,)}, ["SDXL with all"]))
-def test_a_stock_workflow_runs_on_engines_after_four_clicks(page: EnginePage, comfy: ComfyProcess, drawn: Any) -> None:
+def test_a_stock_workflow_runs_on_engines_after_four_clicks(page: EnginePage, drawn: Any) -> None:
     raw = page.page.page
     raw.evaluate(DRAW, drawn)
     page.page.fit(**MARGINS)
-    before, native = raw.evaluate(WIRES), picture(page, comfy)
+    before, native = raw.evaluate(WIRES), picture(page, page.comfy)
     choose(page, "Accelerate this workflow")
     raw.wait_for_function("() => app.graph.findNodesByType('TRTAccelerate').length === 1")
     page.page.fit(**MARGINS)
@@ -127,7 +120,7 @@ def test_a_stock_workflow_runs_on_engines_after_four_clicks(page: EnginePage, co
     page.wait_for(node, "building", "queued", timeout=60)
     page.shot("building")
     page.wait_for(node, "ready", timeout=240)
-    accelerated = picture(page, comfy)
+    accelerated = picture(page, page.comfy)
     assert abs(accelerated - native).max() <= 1
     status = page.wait_until(node, lambda shown: "Last run" in shown["text"], "a last run")
     assert "normal speed" not in status["text"], "all steps of all networks were accelerated"
@@ -152,19 +145,19 @@ KEPT = """() => { const { nodes, links, definitions, extra } = JSON.parse(JSON.s
         definitions.subgraphs.map(({ nodes, links }) => [plain(nodes), links])]); }"""
 
 
-def test_one_undo_takes_acceleration_out_again_in_an_open_subgraph_too(page: EnginePage, comfy: ComfyProcess) -> None:
+def test_one_undo_takes_acceleration_out_again_in_an_open_subgraph_too(page: EnginePage) -> None:
     raw = page.page.page
     raw.evaluate(DRAW, LARGE)
     raw.evaluate(IN_SUBGRAPH)
     page.page.settle()
     drawn = raw.evaluate("() => JSON.parse(JSON.stringify(app.rootGraph.serialize()))")
-    assert to_prompt(drawn, comfy.object_info()) == page.page.prompt()
-    before, view, native = raw.evaluate(KEPT), raw.evaluate(VIEW), picture(page, comfy)
+    assert to_prompt(drawn, page.comfy.object_info()) == page.page.prompt()
+    before, view, native = raw.evaluate(KEPT), raw.evaluate(VIEW), picture(page, page.comfy)
     choose(page, "Accelerate this workflow")
     raw.wait_for_function("() => app.rootGraph.findNodesByType('TRTAccelerate').length === 1")
     assert raw.evaluate(VIEW) == view
     assert raw.evaluate(KEPT) != before
-    assert abs(picture(page, comfy) - native).max() <= 1
+    assert abs(picture(page, page.comfy) - native).max() <= 1
     raw.evaluate("() => app.extensionManager.workflow.activeWorkflow.changeTracker.undo()")
     raw.wait_for_function("() => app.rootGraph.findNodesByType('TRTAccelerate').length === 0")
     assert raw.evaluate(KEPT) == before

@@ -8,71 +8,32 @@ from __future__ import annotations
 import re
 import shutil
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
-from browser import READY, TOAST, comfy_page
-from build_page import (
-    MARGINS,
-    NET_1,
-    NET_2,
-    TITLE,
-    browser,
-    load,
-    no_engines,
-    object_info,
-    opened,
-    page,
-    workflow,
-)
+from browser import TOAST
+from build_page import NET_1, NET_2, load, no_engines, opened_anew, workflow
 from builds import paused
 from comfy_process import ComfyProcess
-from engine_page import EnginePage, choose
+from engine_page import EnginePage, choose, reload
 from node_boxes import close_up
-from playwright.sync_api import Browser, expect
+from playwright.sync_api import expect
 from workflow_to_prompt import set_widget
 
 pytestmark = pytest.mark.browser
-__all__ = ["browser", "object_info", "opened", "page"]  # fixtures
-
 #: Whether the engine node inside the only subgraph says that it is ready.
 INSIDE = """() => app.graph.nodes.find(n => n.isSubgraphNode?.())?.subgraph.nodes
     .find(n => n.type === 'TRTControlNetEngine').widgets.find(w => w.name === 'engine_status')
     .element.dataset.state === 'ready'"""
-#: Serialisers that count, on a loader above an engine node and on an image that none depends on; and how often the pack
-#: looks at the graph, which reads what kind of node an engine node is.
-COUNTING = """id => {
-    const count = window.__count = { above: 0, beside: 0, looks: 0 }, net = app.graph.getNodeById(id);
-    const counted = (node, name) => { const widget = node.widgets[0]; widget.serializeValue = async () => {
-        count[name] += 1; return widget.value; }; };
-    counted(net.getInputNode(0), 'above');
-    counted(app.graph.nodes.find(n => n.type === 'LoadImage'), 'beside');
-    const kind = net.comfyClass;
-    Object.defineProperty(net, 'comfyClass', { configurable: true, get() {
-        if (/hybrid-trt.*graph.mjs/.test(new Error().stack)) count.looks += 1;
-        return kind; } }); }"""
 SIZES = ("min_size", "opt_size", "max_size", "max_images", "max_tokens")
 LARGEST = "id => app.graph.getNodeById(id).widgets.find(w => w.name === 'max_size').value"
-#: An edit as the page notices it: its undo history gets a step.
-EDIT = """all => all.forEach(steps => {
-    app.graph.nodes.find(n => n.type === 'KSampler').widgets.find(w => w.name === 'steps').value = steps;
-    app.extensionManager.workflow.activeWorkflow.changeTracker.captureCanvasState(); })"""
 
 
-def test_build_cancel_build_and_run(
-    page: EnginePage, comfy: ComfyProcess, object_info: dict[str, Any]
-) -> None:
-    """Template, Build, progress, Cancel, Build, reload in the middle, ready, run."""
-    no_engines(comfy)
+def test_build_cancel_build_and_run(page: EnginePage) -> None:
+    """Build, progress, Cancel, Build, reload in the middle, ready, run."""
+    no_engines(page.comfy)
     size = 384 if page.page.vue else 512  # profiles of their own, so that neither mode finds the other's engines
     raw = page.page.page
-    raw.evaluate("() => { app.extensionManager.command.execute('Comfy.BrowseTemplates') }")
-    dialog = raw.get_by_role("dialog").last
-    dialog.get_by_text("hybrid-trt", exact=True).first.click()
-    raw.get_by_test_id(f"template-workflow-{TITLE}").click()
-    raw.wait_for_function("() => app.graph.nodes.some(n => n.type === 'TRTUNetEngine')")
-    page.shot("template")
-    made = workflow(object_info, max_size=size)
+    made = workflow(page.info, max_size=size)
     load(page, made)
     net = page.node(NET_1)
     assert page.status(net)["state"] in ("unknown", "none")
@@ -96,10 +57,8 @@ def test_build_cancel_build_and_run(
 
     page.click(net)
     page.wait_for(net, "building", timeout=60)
-    with paused(comfy.pid):
-        raw.reload(wait_until="domcontentloaded")
-        raw.wait_for_function(READY, timeout=90000)
-        raw.wait_for_function("vue => LiteGraph.vueNodesMode === vue", arg=page.page.vue)
+    with paused(page.comfy.pid):
+        reload(page)
         load(page, made)
         page.wait_for(net, "building", timeout=60)
         page.shot("reloaded")
@@ -124,7 +83,7 @@ def test_build_cancel_build_and_run(
     raw.wait_for_function(INSIDE)
     page.shot("subgraph")
     load(page, made)
-    comfy.free()
+    page.comfy.free()
     raw.get_by_test_id("queue-button").click()
     # other tests may have run this ControlNet before
     page.wait_until(net, lambda s: "Last run: 4 of 4 calls accelerated" in s["text"], "run")
@@ -135,16 +94,6 @@ def test_build_cancel_build_and_run(
     assert "4 × no engine" in native["text"]
     assert native["tone"] == "warn"
     assert page.page.problems() == []
-
-    # the two nodes without an engine of their own say it in the same way
-    said = raw.evaluate("""() => Object.fromEntries(['TRTSamplerPatch', 'TRTReport'].map(type => {
-        const { element } = app.graph.nodes.find(n => n.type === type).widgets.find(w => w.name === 'run_text');
-        return [type, [element.dataset.tone, element.textContent]]; }))""")
-    assert said["TRTSamplerPatch"][0] == said["TRTReport"][0] == "warn"
-    assert "no engine" in said["TRTSamplerPatch"][1]
-    assert said["TRTReport"][1].startswith("Last run: accelerated 1 of 3 models; about ")
-    assert "-> Build 2 missing engines" in said["TRTReport"][1]
-    assert "tiny_sd15_a: 4 on onnxruntime" in said["TRTReport"][1]
 
     # cached nodes and a new page know it too
     load(page, made)
@@ -162,52 +111,14 @@ def test_build_cancel_build_and_run(
     raw.get_by_role("button", name="TRT engines").click()
 
 
-def test_looking_at_the_graph_serialises_nothing_and_is_done_only_when_it_changed(
-    page: EnginePage, comfy: ComfyProcess, object_info: dict[str, Any]
-) -> None:
-    no_engines(comfy)
-    size = 448 if page.page.vue else 576
-    load(page, workflow(object_info, max_size=size))
-    raw, net = page.page.page, page.node(NET_1)
-    page.wait_until(net, lambda s: s["state"] in ("unknown", "none"), "state", 60)
-    raw.evaluate(COUNTING, net)
-    for _ in range(10):  # what loading the workflow causes may come late
-        raw.evaluate("() => Object.assign(window.__count, { above: 0, beside: 0, looks: 0 })")
-        raw.wait_for_timeout(1000)
-        if not raw.evaluate("() => window.__count.looks"):
-            break
-    raw.wait_for_timeout(3000)
-    assert raw.evaluate("() => window.__count") == {"above": 0, "beside": 0, "looks": 0}, "in idle seconds"
-    raw.evaluate(EDIT, list(range(5, 15)))
-    image = {"seed": size, "width": 64, "height": 64, "batch": 1, "channels": 3}
-    comfy.queue({"1": {"class_type": "TestImage", "inputs": image},
-                 "2": {"class_type": "PreviewImage", "inputs": {"images": ["1", 0]}}})  # from elsewhere
-    raw.wait_for_function("() => window.__count.looks >= 1")
-    raw.wait_for_timeout(1000)
-    edited = raw.evaluate("() => window.__count")
-    assert (edited["above"], edited["beside"]) == (0, 0)
-    assert 1 <= edited["looks"] <= 4, "ten edits in a row are one or two looks"
-
-    page.click(net)
-    page.wait_for(net, "building", timeout=60)
-    assert raw.evaluate("() => [window.__count.above, window.__count.beside]") == [1, 0]
-    page.click(net)
-    page.wait_for(net, "none", timeout=60)
-
-
-def test_a_size_that_will_not_fit_is_told_before_the_run_and_built_for(
-    page: EnginePage, comfy: ComfyProcess, object_info: dict[str, Any]
-) -> None:
-    no_engines(comfy)
-    made = workflow(object_info, min_size=64, max_size=256)
-    set_widget(made, "EmptyLatentImage", "width", 256, object_info)
-    set_widget(made, "EmptyLatentImage", "height", 256, object_info)
-    load(page, made)
-    net = page.node(NET_1)
-    page.wait_until(net, lambda s: s["state"] in ("unknown", "none"), "state", 60)
+def test_a_size_that_will_not_fit_is_told_before_the_run_and_built_for(page: EnginePage) -> None:
+    made = workflow(page.info, min_size=64, max_size=256)
+    set_widget(made, "EmptyLatentImage", "width", 256, page.info)
+    set_widget(made, "EmptyLatentImage", "height", 256, page.info)
+    net = opened_anew(page, made)
     assert "does not fit" not in page.status(net)["text"]
 
-    set_widget(made, "EmptyLatentImage", "height", 320, object_info)
+    set_widget(made, "EmptyLatentImage", "height", 320, page.info)
     load(page, made)
     told = page.wait_until(net, lambda s: "256×320 does not fit" in s["text"], "warning", 60)
     assert told["tone"] == "warn"
@@ -225,76 +136,34 @@ def test_a_size_that_will_not_fit_is_told_before_the_run_and_built_for(
 
 @pytest.mark.fault("Build is clicked on a node with Auto for a picture that its model's usual sizes do not hold",
                    see="the build is for that picture, and its node shows it")
-@pytest.mark.parametrize("how", ["button", pytest.param("run", marks=pytest.mark.slow)])
-def test_the_first_build_with_auto_is_for_the_graphs_picture_and_stays_on_its_node(
-    page: EnginePage, comfy: ComfyProcess, object_info: dict[str, Any], how: str
-) -> None:
+def test_the_first_build_with_auto_is_for_the_graphs_picture_and_stays_on_its_node(page: EnginePage) -> None:
     """Auto's numbers change once the build has loaded the model: what is usual for it is known only then."""
     if page.page.vue:
         pytest.skip("The server and the numbers are the same in both modes.")
-    no_engines(comfy)
-    nets = comfy.base / "models" / "controlnet"
-    unknown = f"tiny_of_no_other_test_{how}.safetensors"
+    nets = page.comfy.base / "models" / "controlnet"
+    unknown = "tiny_of_no_other_test.safetensors"
     shutil.copy(nets / "tiny_sd15_a.safetensors", nets / unknown)
-    made, raw = workflow(object_info, **dict.fromkeys(SIZES, 0)), page.page.page
-    set_widget(made, "Load ControlNet 1 (edges)", "control_net_name", unknown, object_info)
-    set_widget(made, "KSampler", "steps", 1, object_info)
-    set_widget(made, NET_1, "when_missing", "build now" if how == "run" else "use native", object_info)
+    made, raw = workflow(page.info, **dict.fromkeys(SIZES, 0)), page.page.page
+    set_widget(made, "Load ControlNet 1 (edges)", "control_net_name", unknown, page.info)
+    set_widget(made, "KSampler", "steps", 1, page.info)
     for side, size in (("width", 1088), ("height", 512)):
-        set_widget(made, "EmptyLatentImage", side, size, object_info)
-    load(page, made)
-    net = page.node(NET_1)
-    page.wait_until(net, lambda s: s["state"] in ("unknown", "none"), "state", 60)
+        set_widget(made, "EmptyLatentImage", side, size, page.info)
+    net = opened_anew(page, made)
     assert raw.evaluate(LARGEST, net) == 0, "nobody knows the model yet"
-    if how == "run":
-        raw.get_by_test_id("queue-button").click()
-    else:
-        page.click(net)
+    page.click(net)
     page.wait_for(net, "building", timeout=60)
     raw.wait_for_function(f"id => ({LARGEST})(id) === 1088", arg=net)
     raw.wait_for_timeout(1000)
     assert page.status(net)["state"] in ("building", "ready"), "the node keeps its build; a fast machine ends it here"
     assert page.wait_for(net, "ready", "failed", "none", "unknown")["state"] == "ready"
     assert "does not fit" not in page.status(net)["text"]
-    (engine,) = comfy.get("/hybrid_trt/engines")["engines"]
+    (engine,) = page.comfy.get("/hybrid_trt/engines")["engines"]
     assert "1088" in engine["profile"]
 
 
-def test_a_build_inside_a_subgraph_is_seen_in_a_second_tab(
-    page: EnginePage, browser: Browser, comfy: ComfyProcess, object_info: dict[str, Any]
-) -> None:
-    if page.page.vue:
-        pytest.skip("The tab asks the server the same in both modes; opening one more page takes seconds.")
-    no_engines(comfy)
-    made, raw = workflow(object_info, max_size=320), page.page.page
-    load(page, made)
-    with comfy_page(browser, comfy.url, vue=False) as second:
-        other = EnginePage(second, "second_tab")
-        load(other, made)
-        net = page.node(NET_1)
-        other.wait_until(net, lambda s: s["state"] in ("unknown", "none"), "state", 60)
-        raw.evaluate("""id => { app.graph.convertToSubgraph(new Set([app.graph.getNodeById(id)]));
-            const outer = app.graph.nodes.find(n => n.isSubgraphNode?.());
-            app.canvas.openSubgraph(outer.subgraph, outer); }""", net)
-        page.page.fit(**MARGINS)
-        inside = page.page.page.evaluate("() => app.canvas.graph.nodes.find(n => n.type === 'TRTControlNetEngine').id")
-        page.click(inside)
-        page.wait_for(inside, "building", timeout=60)
-        with paused(comfy.pid):
-            other.wait_for(net, "building", timeout=60)
-            other.shot("building")
-            page.shot("inside")
-            other.click(net)  # cancelled from the second tab
-        other.wait_for(net, "none", timeout=60)
-        page.wait_for(inside, "none", timeout=60)
-        assert not second.errors
-
-
-def test_a_build_that_fails_says_why(
-    page: EnginePage, comfy: ComfyProcess, object_info: dict[str, Any]
-) -> None:
+def test_a_build_that_fails_says_why(page: EnginePage) -> None:
     """Wrong settings and an unsupported model before the build; a model whose numbers are broken in it."""
-    load(page, workflow(object_info, min_size=512, max_size=256))
+    load(page, workflow(page.info, min_size=512, max_size=256))
     net = page.node(NET_1)
     raw = page.page.page
     page.click(net)
@@ -309,8 +178,8 @@ def test_a_build_that_fails_says_why(
     told = raw.locator(f"{TOAST}, [data-testid=error-overlay]").filter(has_text=words)
     assert told.count() == 0, "one place tells it"
 
-    made = workflow(object_info)
-    set_widget(made, "Load ControlNet 1 (edges)", "control_net_name", "tiny_sd15_control_lora.safetensors", object_info)
+    made = workflow(page.info)
+    set_widget(made, "Load ControlNet 1 (edges)", "control_net_name", "tiny_sd15_control_lora.safetensors", page.info)
     load(page, made)
     page.click(net)
     refused = page.wait_for(net, "unavailable", timeout=60)
@@ -319,13 +188,11 @@ def test_a_build_that_fails_says_why(
     assert "there is nothing to do" in refused["text"]
 
 
-def test_the_log_of_a_failed_build_is_shown(
-    page: EnginePage, comfy: ComfyProcess, broken_net: str, object_info: dict[str, Any]
-) -> None:
+def test_the_log_of_a_failed_build_is_shown(page: EnginePage, broken_net: str) -> None:
     if page.page.vue:
         pytest.skip("The same dialog in both modes; one build of half a minute is enough.")
-    made = workflow(comfy.object_info())
-    set_widget(made, "Load ControlNet 1 (edges)", "control_net_name", broken_net, comfy.object_info())
+    made = workflow(page.info)
+    set_widget(made, "Load ControlNet 1 (edges)", "control_net_name", broken_net, page.info)
     load(page, made)
     net = page.node(NET_1)
     page.click(net)
@@ -346,7 +213,8 @@ def test_the_log_of_a_failed_build_is_shown(
     assert "differs from the normal model" in page.page.page.evaluate("() => navigator.clipboard.readText()")
     dialog.get_by_role("button", name="Close").click()
     dialog.wait_for(state="detached")
-    load(page, made)  # failed survives a new graph
+    reload(page)
+    load(page, made)  # failed survives a new graph and a new page
     assert "differs" in page.wait_for(net, "failed", timeout=60)["text"]
 
 

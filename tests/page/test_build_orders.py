@@ -9,24 +9,15 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from build_page import (
-    MARGINS,
-    NET_1,
-    NET_2,
-    browser,
-    load,
-    no_engines,
-    object_info,
-    opened,
-    page,
-    workflow,
-)
+from browser import TOAST
+from build_page import MARGINS, NET_1, NET_2, opened_anew, workflow
+from builds import paused, until
 from comfy_process import ComfyProcess
 from engine_page import PRESS_IN_REPORT, EnginePage
+from playwright.sync_api import expect
 from workflow_to_prompt import to_prompt
 
 pytestmark = pytest.mark.browser
-__all__ = ["browser", "object_info", "opened", "page"]  # fixtures
 #: An empty workflow in a tab of its own, and the tab that was open before.
 AWAY = """async () => { window.__left = app.extensionManager.workflow.activeWorkflow;
     await app.extensionManager.command.execute('Comfy.NewBlankWorkflow'); return app.graph.nodes.length; }"""
@@ -43,12 +34,12 @@ TWICE = """([title, another]) => { const g = app.graph, find = name => g.nodes.f
     g.remove(other);
     app.extensionManager.workflow.activeWorkflow.changeTracker.captureCanvasState();
     return [first, second].map(outer => `${outer.id}:${first.subgraph.nodes[0].id}`); }"""
+#: Resolves when what an element lists has been drawn again.
+DRAWN = """selector => new Promise(done => { const seen = new MutationObserver(() => { seen.disconnect(); done(); });
+    seen.observe(document.querySelector(selector), { childList: true, subtree: true, characterData: true }); })"""
 #: A loader names a file that is gone.
 GONE = """() => {
     app.graph.nodes.find(n => n.title.startsWith('Load ControlNet 2')).widgets[0].value = 'gone.safetensors';
-    app.extensionManager.workflow.activeWorkflow.changeTracker.captureCanvasState(); }"""
-MUTED, BYPASSED = 2, 4
-SET_MODES = """([ids, modes]) => { ids.forEach((id, i) => { app.graph.getNodeById(id).mode = modes[i]; });
     app.extensionManager.workflow.activeWorkflow.changeTracker.captureCanvasState(); }"""
 
 
@@ -60,10 +51,7 @@ def busy(comfy: ComfyProcess, made: dict[str, Any], info: dict[str, Any]) -> Ite
     sampler["inputs"] |= {"steps": 10000, "seed": time.monotonic_ns() % 2**31}
     long = comfy.submit(prompt)
     try:
-        deadline = time.monotonic() + 60
-        while not comfy.get("/queue")["queue_running"]:
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
+        assert until(lambda: comfy.get("/queue")["queue_running"], 60)
         yield
     finally:
         comfy.post("/queue", {"clear": True})
@@ -72,22 +60,14 @@ def busy(comfy: ComfyProcess, made: dict[str, Any], info: dict[str, Any]) -> Ite
 
 def pending(comfy: ComfyProcess, count: int) -> list:
     """The prompts that wait, once there are so many: the page shows an order before the server has it."""
-    deadline = time.monotonic() + 60
-    while len(found := comfy.get("/queue")["queue_pending"]) != count:
-        assert time.monotonic() < deadline, f"{len(found)} prompts wait, and not {count}"
-        time.sleep(0.05)
-    return found
+    assert until(lambda: len(comfy.get("/queue")["queue_pending"]) == count, 60)
+    return comfy.get("/queue")["queue_pending"]
 
 
-def test_an_order_lasts_as_long_as_its_prompt_in_the_queue_whatever_the_page_shows_meanwhile(
-    page: EnginePage, comfy: ComfyProcess, object_info: dict[str, Any]
-) -> None:
-    no_engines(comfy)
-    made, raw = workflow(object_info, max_size=416 if page.page.vue else 528), page.page.page
-    load(page, made)
-    net = page.node(NET_1)
-    page.wait_until(net, lambda s: s["state"] in ("unknown", "none"), "state", 60)
-    with busy(comfy, made, object_info):
+def test_an_order_lasts_as_long_as_its_prompt_in_the_queue_whatever_the_page_shows_meanwhile(page: EnginePage) -> None:
+    made, raw = workflow(page.info, max_size=416 if page.page.vue else 528), page.page.page
+    net = opened_anew(page, made)
+    with busy(page.comfy, made, page.info):
         page.click(net)
         page.wait_for(net, "asked", timeout=60)
         raw.wait_for_timeout(600)
@@ -106,40 +86,64 @@ def test_an_order_lasts_as_long_as_its_prompt_in_the_queue_whatever_the_page_sho
         page.shot("asked")
         page.click(net)  # cancels what the view before it ordered
         page.wait_for(net, "unknown", "none", timeout=60)
-        assert pending(comfy, 0) == []
+        assert pending(page.comfy, 0) == []
 
 
-def test_each_use_of_a_subgraph_is_counted_ordered_and_cancelled(
-    page: EnginePage, comfy: ComfyProcess, object_info: dict[str, Any]
-) -> None:
+def test_each_use_of_a_subgraph_is_counted_ordered_and_cancelled(page: EnginePage) -> None:
     if page.page.vue:
         pytest.skip("The panel is the same in both modes.")
-    no_engines(comfy)
-    made, raw = workflow(object_info, max_size=536), page.page.page
-    load(page, made)
+    made, raw = workflow(page.info, max_size=536), page.page.page
+    opened_anew(page, made)
     uses = raw.evaluate(TWICE, [NET_1, NET_2])
     raw.get_by_role("button", name="TRT engines").click()
     view = raw.locator(".hybrid-trt-sidebar .hybrid-trt-workflow")
-    with busy(comfy, made, object_info):
+    with busy(page.comfy, made, page.info):
         view.get_by_role("button", name=re.compile("Build (up to )?3 missing engines")).click()
         view.get_by_text("Engines waiting to be built: 3").wait_for()
-        (waiting,) = pending(comfy, 1)
+        (waiting,) = pending(page.comfy, 1)
         ordered = set(waiting[3]["hybrid_trt_build"]["nodes"])
         assert ordered > set(uses)
         assert len(ordered) == 3
         view.get_by_role("button", name="Cancel").click()
         view.get_by_text("3 of 3 engines are missing").wait_for()
-        assert pending(comfy, 0) == []
+        assert pending(page.comfy, 0) == []
     raw.get_by_role("button", name="TRT engines").click()
 
 
-def test_what_the_server_leaves_out_of_the_builds_of_a_workflow_is_told(
-    page: EnginePage, comfy: ComfyProcess, object_info: dict[str, Any]
-) -> None:
+def test_all_builds_are_cancelled_by_one_click(page: EnginePage) -> None:
+    raw = page.page.page
+    opened_anew(page, workflow(page.info, max_images=3))
+    raw.get_by_role("button", name="TRT engines").click()
+    panel = raw.locator(".hybrid-trt-sidebar > .hybrid-trt-workflow")
+    panel.locator("button[data-act=build]").click()
+    engines = [page.node(name) for name in ("TRTUNetEngine", NET_1, NET_2)]
+    for node in engines:
+        page.wait_for(node, "queued", "building", timeout=60)
+    selected = "title => Object.values(app.canvas.selected_nodes).map(n => n.title).join() === title"
+    with paused(page.comfy.pid):
+        page.shot("panel")
+        # progress draws the list anew; a press that began before counts all the same
+        panel.locator(".hybrid-trt-workflow-node", has_text=NET_1).hover()
+        expect(panel.locator(".hybrid-trt-workflow-node").nth(1)).to_contain_text("tiny_sd15_a")
+        raw.mouse.down()
+        raw.evaluate(DRAWN, ".hybrid-trt-sidebar .hybrid-trt-workflow-nodes")
+        raw.mouse.up()
+        raw.wait_for_function(selected, arg=NET_1)
+        panel.locator("button[data-act=cancel]").click()
+    for node in engines:
+        assert page.wait_for(node, "none", timeout=60)["state"] == "none"
+    page.toast("All builds of this workflow")
+    expect(raw.locator(TOAST).filter(has_text="Build cancelled")).to_have_count(1)  # one word for all of them
+    panel.locator("button[data-act=build]").wait_for()  # the bar is gone: the list has moved to its place
+    panel.locator(".hybrid-trt-workflow-node", has_text=NET_2).click()
+    raw.wait_for_function(selected, arg=NET_2)
+    raw.get_by_role("button", name="TRT engines").click()
+
+
+def test_what_the_server_leaves_out_of_the_builds_of_a_workflow_is_told(page: EnginePage) -> None:
     """ComfyUI takes the rest of such a prompt and answers that all is well."""
-    no_engines(comfy)
-    load(page, workflow(object_info, max_size=624 if page.page.vue else 632))
-    net, lost = page.node(NET_1), page.node(NET_2)
+    net = opened_anew(page, workflow(page.info, max_size=624 if page.page.vue else 632))
+    lost = page.node(NET_2)
     page.page.page.evaluate(GONE)
     page.wait_until(net, lambda s: s["state"] in ("unknown", "none"), "state", 60)
     page.page.page.evaluate(PRESS_IN_REPORT)
@@ -151,28 +155,3 @@ def test_what_the_server_leaves_out_of_the_builds_of_a_workflow_is_told(
     page.page.page.evaluate(PRESS_IN_REPORT)
     page.wait_for(net, "unknown", "none", timeout=60)
     assert "gone.safetensors" in page.status(lost)["text"], "until it is built"
-
-
-def test_an_engine_node_that_is_switched_off_says_what_becomes_of_the_picture(
-    page: EnginePage, object_info: dict[str, Any]
-) -> None:
-    load(page, workflow(object_info))
-    unet, net, patch = page.node("TRTUNetEngine"), page.node(NET_1), page.node("TRTSamplerPatch")
-    cases = [
-        ({net: BYPASSED}, net, "runs at normal speed", "idle"),
-        ({net: MUTED}, net, "leaves its row out", "warn"),
-        ({unet: MUTED}, unet, "runs at normal speed", "idle"),
-        ({unet: BYPASSED}, unet, "runs at normal speed", "idle"),
-        ({unet: BYPASSED, patch: BYPASSED}, unet, "runs at normal speed", "idle"),
-    ]
-    for modes, node, words, tone in cases:
-        page.page.page.evaluate(SET_MODES, [list(modes), list(modes.values())])
-        off = page.wait_until(node, lambda s, words=words: s["state"] == "off" and words in s["text"], words, 60)
-        assert off["tone"] == tone
-        page.shot(words.replace(" ", "-"))
-        prompt = page.page.prompt()
-        rows = [n["inputs"] for n in prompt.values() if n["class_type"] == "TRTApplyControlNet"]
-        assert ("rows.control_net_1" not in rows[0]) == ("row out" in words)
-        patches = [n["inputs"] for n in prompt.values() if n["class_type"] == "TRTSamplerPatch"]
-        assert any("engine" not in inputs for inputs in patches) == (unet in modes and patch not in modes)
-        page.page.page.evaluate(SET_MODES, [list(modes), [0] * len(modes)])

@@ -10,35 +10,22 @@ from typing import Any
 import pytest
 import slow
 from build_page import NET_1 as NET
-from build_page import TITLE, WORKFLOW, browser, load, no_engines, page, page_of_both
-from build_page import opened_in_both as opened
-from comfy_process import ComfyProcess
+from build_page import TITLE, load, no_engines
 from engine_page import STACK_MEASURED, EnginePage, reload
 from fake_engine import publish
 from node_boxes import DRAWS_CHINESE, STATES, close_up, drawn, whole
+from shipped_workflows import shipped
 from workflow_recipes import with_tiny_models
 from workflow_to_prompt import set_widget
 
 pytestmark = pytest.mark.browser
-
-__all__ = ["browser", "opened", "page", "page_of_both"]  # fixtures: pytest finds them by name
+BOTH_KINDS_OF_NODES = True
 
 SIZES = ("min_size", "opt_size", "max_size", "max_images", "max_tokens")
 PRESET = "id => app.graph.getNodeById(id).widgets.find(w => w.name === 'size_preset').value"
 #: A node's five numbers.
 SIZES_OF = f"""id => Object.fromEntries(app.graph.getNodeById(id).widgets
     .filter(w => {json.dumps(SIZES)}.includes(w.name)).map(w => [w.name, w.value]))"""
-#: A change of the graph, as the page notices it.
-CHANGE = """([id, step]) => { const node = app.graph.getNodeById(id), set = (name, value) => {
-        node.widgets.find(w => w.name === name).value = value; };
-    if (step === 'size') set('min_size', 320);
-    else if (step === 'lora') {
-        const lora = LiteGraph.createNode('LoraLoaderModelOnly');
-        app.graph.add(lora);
-        app.graph.nodes.find(n => n.type === 'CheckpointLoaderSimple').connect(0, lora, 0);
-        lora.connect(0, node, 0);
-    } else set('when_missing', step);
-    app.extensionManager.workflow.activeWorkflow.changeTracker.captureCanvasState(); }"""
 #: Another backend, as one edit.
 BACKEND = """([id, name]) => { app.graph.getNodeById(id).widgets.find(w => w.name === 'backend').value = name;
     app.extensionManager.workflow.activeWorkflow.changeTracker.captureCanvasState(); }"""
@@ -61,11 +48,6 @@ DISPLAYED = "([id, name]) => app.graph.getNodeById(id).widgets.find(w => w.name 
 #: What a node's widgets are, and which of them a person sees.
 WIDGETS = """id => { const node = app.graph.getNodeById(id); return Object.fromEntries(node.widgets.map(w => [w.name,
     { value: w.value, seen: node.isWidgetVisible(w) }])); }"""
-
-
-@pytest.fixture(scope="module")
-def tiny(comfy: ComfyProcess) -> dict[str, Any]:
-    return with_tiny_models(json.loads(WORKFLOW.read_text(encoding="utf-8")), comfy.object_info())
 
 
 def choose(page: EnginePage, node: int, now: str, entry: str) -> None:
@@ -125,15 +107,14 @@ def test_a_person_sees_one_preset_and_the_numbers_on_demand(page: EnginePage, ti
     assert page.page.prompt() == before
 
 
-def test_sizes_are_asked_for_where_an_engine_is_not_for_all_of_them(page: EnginePage, comfy: ComfyProcess) -> None:
-    no_engines(comfy)
-    text = (WORKFLOW.parent / "Z-Image - text to image.json").read_text(encoding="utf-8")
-    made = with_tiny_models(json.loads(text), comfy.object_info())
+def test_sizes_are_asked_for_where_an_engine_is_not_for_all_of_them(page: EnginePage) -> None:
+    no_engines(page.comfy)
+    made = with_tiny_models(shipped("zimage_text_to_image"), page.info)
     for name, value in (("backend", "torch"), ("when_missing", "use native")):
-        set_widget(made, "TRTAccelerate", name, value, comfy.object_info())
+        set_widget(made, "TRTAccelerate", name, value, page.info)
     load(page, made)
     raw, node = page.page.page, page.node("TRT Accelerate")
-    comfy.queue(page.page.prompt())  # the node learns of its model; the tiny text encoder is of another family
+    page.comfy.queue(page.page.prompt())  # the node learns of its model; the tiny text encoder is of another family
     for backend, seen in (("torch", False), ("onnxruntime", True), ("torch", False)):
         raw.evaluate(BACKEND, [node, backend])
         page.wait_until(node, lambda _, seen=seen: raw.evaluate(WIDGETS, node)["size_preset"]["seen"] is seen, backend)
@@ -146,10 +127,10 @@ def test_sizes_are_asked_for_where_an_engine_is_not_for_all_of_them(page: Engine
 
 @slow.when("vue")
 def test_auto_follows_the_workflows_picture_and_goes_to_the_samplers_other_nodes(
-    page: EnginePage, comfy: ComfyProcess, tiny: dict[str, Any]
+    page: EnginePage, tiny: dict[str, Any]
 ) -> None:
-    no_engines(comfy)
-    made, raw, info = copy.deepcopy(tiny), page.page.page, comfy.object_info()
+    no_engines(page.comfy)
+    made, raw, info = copy.deepcopy(tiny), page.page.page, page.info
     set_widget(made, "EmptyLatentImage", "width", 576, info)
     set_widget(made, "EmptyLatentImage", "height", 320, info)
     load(page, made)
@@ -176,9 +157,9 @@ def test_auto_follows_the_workflows_picture_and_goes_to_the_samplers_other_nodes
 
 
 @slow.when("litegraph")
-def test_what_auto_follows_is_no_edit(page: EnginePage, tiny: dict[str, Any], comfy: ComfyProcess) -> None:
+def test_what_auto_follows_is_no_edit(page: EnginePage, tiny: dict[str, Any]) -> None:
     """Undo by mouse, whose button's release the page takes for the end of an edit."""
-    made, raw, info = copy.deepcopy(tiny), page.page.page, comfy.object_info()
+    made, raw, info = copy.deepcopy(tiny), page.page.page, page.info
     for engine in ("TRTUNetEngine", "TRTControlNetEngine"):
         for name in SIZES:
             set_widget(made, engine, name, 0, info)
@@ -207,50 +188,9 @@ def test_what_auto_follows_is_no_edit(page: EnginePage, tiny: dict[str, Any], co
     assert node["widgets_values"][1:6] == [0] * 5
 
 
-def test_what_fits_and_what_the_next_run_brings_is_said_before_it(
-    page: EnginePage, comfy: ComfyProcess, tiny: dict[str, Any]
-) -> None:
-    if page.page.vue:
-        pytest.skip("The same words in both modes.")
-    no_engines(comfy)
-    made, raw, info = copy.deepcopy(tiny), page.page.page, comfy.object_info()
-    for widget, value in {**dict.fromkeys(SIZES, 0), "when_missing": "use native"}.items():
-        set_widget(made, "TRTUNetEngine", widget, value, info)
-    for side, size in (("width", 1088), ("height", 512)):
-        set_widget(made, "EmptyLatentImage", side, size, info)
-    load(page, made)
-    unet = page.node("TRTUNetEngine")
-    page.wait_until(unet, lambda s: s["state"] in ("unknown", "none"), "state", 60)
-    page.click(unet)  # loads the model, so that its family is known
-    page.wait_for(unet, "building", timeout=60)
-    page.click(unet)
-    page.wait_for(unet, "none", "unknown", timeout=60)
-    raw.wait_for_function(f"id => ({SIZES_OF})(id).max_size === 1088", arg=unet)
-    told = page.wait_until(unet, lambda s: "does not fit" not in s["text"], "sizes that fit", 60)
-    assert raw.evaluate(PRESET, unet) == "Auto: 1088×512, 1 image"
-    assert raw.evaluate(SIZES_OF, unet) == dict.fromkeys(SIZES, 0) | {"opt_size": 768, "max_size": 1088}
-    assert told["tone"] != "warn"
-    page.click(unet)
-    page.wait_for(unet, "building", timeout=60)
-    page.click(unet)
-    page.wait_for(unet, "none", timeout=60)
-
-    def says(text: str, *steps: str) -> None:
-        for step in steps:
-            raw.evaluate(CHANGE, [unet, step])
-        page.wait_until(unet, lambda s: text in s["text"], text, 60)
-        page.shot("said")
-
-    says("The next run builds it first: minutes", "build now")
-    says("No engine is known for these settings yet. The next run builds it first if there is none", "size")
-    lora = "No engine yet for this model with these LoRAs and settings. The next run"
-    says(f"{lora} builds it first if there is none", "lora")
-    says(f"{lora} starts the build", "build in background")
-
-
 @slow.when("vue")
-def test_the_limit_is_set_in_the_settings_dialog(page: EnginePage, comfy: ComfyProcess) -> None:
-    root = comfy.base / "models" / "trt_engines"
+def test_the_limit_is_set_in_the_settings_dialog(page: EnginePage) -> None:
+    root = page.comfy.base / "models" / "trt_engines"
     publish(root)
     file = root / ".settings.json"
     file.unlink(missing_ok=True)
@@ -341,55 +281,3 @@ def test_chinese_is_on_templates_nodes_panel_and_settings_and_fits(page: EngineP
         page.shot("settings")
     finally:
         speak("en")
-
-
-@slow.when("vue")
-def test_a_build_that_failed_is_told_after_a_reload_too(
-    page: EnginePage, comfy: ComfyProcess, tiny: dict[str, Any]
-) -> None:
-    """The limit makes it fail, at once."""
-    made = copy.deepcopy(tiny)
-    size = 472 if page.page.vue else 488  # profiles of their own, so that nobody else finds this failure
-    set_widget(made, "TRTControlNetEngine", "max_size", size, comfy.object_info())
-    no_engines(comfy)
-    file = comfy.base / "models" / "trt_engines" / ".settings.json"
-    file.parent.mkdir(parents=True)
-    file.write_text('{"limit_gb": 0.001}')
-    try:
-        load(page, made)
-        net = page.node(NET)
-        page.click(net)
-        failed = page.wait_for(net, "failed", "ready", timeout=60)
-        assert "the settings allow 1.0 MB in all" in failed["text"]
-        assert "raise the limit" in failed["text"]
-    finally:
-        file.unlink()
-    close_up(page, net)
-    page.shot("failed")
-    reload(page)
-    load(page, made)
-    again = page.wait_for(net, "failed", timeout=60)
-    assert "the settings allow 1.0 MB in all" in again["text"]
-    assert again["button"] == "Build engine"
-
-
-def test_a_server_that_restarts_in_a_build_leaves_no_node_waiting(
-    page: EnginePage, comfy: ComfyProcess, tiny: dict[str, Any]
-) -> None:
-    if page.page.vue:
-        pytest.skip("The same code in both modes; one restart is enough.")
-    made = copy.deepcopy(tiny)
-    no_engines(comfy)
-    set_widget(made, "TRTControlNetEngine", "max_size", 600, comfy.object_info())
-    load(page, made)
-    net = page.node(NET)
-    page.click(net)
-    page.wait_for(net, "building", timeout=60)
-    page.wait_until(net, lambda s: (s["width"] or 0) > 1, "progress")
-    comfy.stop()
-    comfy.start()
-    after = page.wait_for(net, "none", "unknown", timeout=60)
-    page.shot("restarted")
-    assert after["button"] == "Build engine"
-    assert after["width"] is None
-    assert list((comfy.base / "models" / "trt_engines").glob(".building*")) == []

@@ -8,19 +8,13 @@ from typing import Any
 
 import pytest
 import slow
-from build_page import NAME, browser, page, page_of_both
-from build_page import NET_1 as NET
-from build_page import opened_in_both as opened
-from comfy_process import ComfyProcess
+from build_page import NAME
 from engine_page import EnginePage
 from node_boxes import STATES, close_up, contrast, drawn, measured, server_says, whole
 from playwright.sync_api import expect
-from shipped_workflows import shipped
-from workflow_recipes import with_tiny_models
 
 pytestmark = pytest.mark.browser
-
-__all__ = ["browser", "opened", "page", "page_of_both"]  # fixtures: pytest finds them by name
+BOTH_KINDS_OF_NODES = True
 
 PANEL = "open => app.extensionManager.setting.set('Comfy.RightSidePanel.IsOpen', open)"
 RAN = """([id, text, native]) => app.graph.getNodeById(id).onExecuted({ text: [text], native: [native] })"""
@@ -39,11 +33,6 @@ COMPARED = """id => { const node = app.graph.getNodeById(id);
 REPORT = ("tiny: 8 on onnxruntime, 12.3 ms each, 8 at normal speed, 40.1 ms each (size the engine was not built for)\n"
           "    8 x width 768 px is outside the engine's 64 to 512 px\n"
           "canny: 16 at normal speed, 40.1 ms each (no engine)")
-
-
-@pytest.fixture(scope="module")
-def tiny(comfy: ComfyProcess) -> dict[str, Any]:
-    return with_tiny_models(shipped(NAME), comfy.object_info())
 
 
 def look(page: EnginePage, palette: str, width: int) -> None:
@@ -161,11 +150,7 @@ def test_what_a_run_said_outlives_another_tab_and_undo(page: EnginePage, tiny: d
 
 
 def test_a_native_run_puts_a_badge_on_the_node(page: EnginePage, tiny: dict[str, Any]) -> None:
-    raw = page.page.page
-    server_says(page, STATES["ready"])
-    page.page.load(copy.deepcopy(tiny), NAME)
-    net = page.node(NET)
-    close_up(page, net)
+    raw, net = page.page.page, drawn(page, tiny, STATES["ready"])
     server_says(page, STATES["native"])
     raw.evaluate("() => app.api.dispatchCustomEvent('hybrid_trt.library', {})")
     page.wait_until(net, lambda s: "3 of" in s["text"] or "8 of" in s["text"], "run", 60)
@@ -178,11 +163,7 @@ def test_a_native_run_puts_a_badge_on_the_node(page: EnginePage, tiny: dict[str,
 
 @slow.when("vue")
 def test_the_properties_panel_leaves_the_status_box_as_it_is(page: EnginePage, tiny: dict[str, Any]) -> None:
-    raw = page.page.page
-    server_says(page, STATES["native"])
-    page.page.load(copy.deepcopy(tiny), NAME)
-    net = page.node(NET)
-    close_up(page, net)
+    raw, net = page.page.page, drawn(page, tiny, STATES["native"])
     before = whole(page, net)
     raw.evaluate("id => app.canvas.selectNode(app.graph.getNodeById(id))", net)
     raw.evaluate(PANEL, True)
@@ -198,60 +179,6 @@ def test_the_properties_panel_leaves_the_status_box_as_it_is(page: EnginePage, t
     after = whole(page, net)
     assert after["width"] == before["width"]
     raw.evaluate(PANEL, False)
-
-
-def test_a_size_that_is_typed_above_the_largest_is_refused_with_a_word(page: EnginePage, tiny: dict[str, Any]) -> None:
-    raw = page.page.page
-    server_says(page, STATES["none"])
-    page.page.load(copy.deepcopy(tiny), NAME)
-    net = page.node(NET)
-    close_up(page, net)
-    value = "([id, name]) => app.graph.getNodeById(id).widgets.find(w => w.name === name).value"
-    if page.page.vue:
-        shown = raw.locator(f"[data-node-id='{net}']")
-        shown.get_by_text("Show advanced inputs").click()
-        field = shown.get_by_label("min_size").locator("input").first
-        field.fill("768")
-        field.press("Enter")
-    else:
-        raw.evaluate("id => app.graph.getNodeById(id).toggleAdvanced()", net)
-        page.page.until_still()
-        field = raw.locator(".graphdialog input")
-        for _ in range(5):  # the row may not have its place yet
-            page.click(net, "min_size")
-            page.page.until_still()
-            if field.count():
-                break
-        field.fill("768")
-        field.press("Enter")
-    told = page.wait_until(net, lambda s: "768 is above" in s["text"], "refusal", 60)
-    page.shot("refused")
-    assert "stays 64" in told["text"]
-    assert told["tone"] == "bad"
-    assert raw.evaluate(value, [net, "min_size"]) == 64
-
-
-@slow.when("vue")
-def test_build_says_that_a_model_is_missing_and_does_nothing(page: EnginePage, tiny: dict[str, Any]) -> None:
-    raw = page.page.page
-    server_says(page, STATES["none"])
-    page.page.load(copy.deepcopy(tiny), NAME)
-    net = page.node(NET)
-    close_up(page, net)
-    raw.evaluate("id => app.graph.getNodeById(id).disconnectInput(0)", net)
-    told = page.wait_for(net, "unwired", timeout=60)
-    assert told["button"] == "Connect a model to build"
-    asked: list[str] = []
-    raw.route("**/api/prompt", lambda route: (asked.append(route.request.url), route.abort()))
-    if page.page.vue:
-        button = raw.locator(f"[data-node-id='{net}']").get_by_role("button", name="Connect a model to build")
-        button.click(force=True)
-    else:
-        page.click(net)
-    page.page.until_still()
-    page.shot("unwired")
-    assert asked == []
-    assert page.status(net)["state"] == "unwired"
 
 
 def test_the_one_node_is_found_by_what_it_is_for(page: EnginePage) -> None:

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import slow
 from browser import ComfyPage, comfy_page
-from build_page import browser
 from comfy_process import ComfyProcess
 from engine_page import EnginePage
 from node_boxes import overlaps
@@ -22,8 +21,6 @@ from workflow_recipes import with_tiny_models
 from workflow_to_prompt import to_prompt
 
 pytestmark = pytest.mark.browser
-__all__ = ["browser"]  # a fixture
-
 NETS = {name: ("tiny_sdxl_a", "tiny_sdxl_b") if name.startswith("sdxl") else ("tiny_sd15_a", "tiny_sd15_b")
         for name in NAMES}
 FOLDER = "HYBRID_TRT_OLDEST_FRONTEND"
@@ -56,12 +53,6 @@ def of_oldest(browser: Browser, oldest: ComfyProcess) -> Iterator[ComfyPage]:
         yield page
 
 
-@pytest.fixture(scope="module")
-def of_newest(browser: Browser, comfy: ComfyProcess) -> Iterator[ComfyPage]:
-    with comfy_page(browser, comfy.url) as page:
-        yield page
-
-
 @pytest.fixture(scope="module", params=VUE)
 def oldest_page(request: pytest.FixtureRequest, of_oldest: ComfyPage) -> ComfyPage:
     of_oldest.show_as(VUE[request.param])
@@ -73,7 +64,7 @@ def oldest_page(request: pytest.FixtureRequest, of_oldest: ComfyPage) -> ComfyPa
     ["oldest-vue", "newest-litegraph"]))
 def page(request: pytest.FixtureRequest) -> ComfyPage:
     age, kind = request.param.split("-")
-    opened: ComfyPage = request.getfixturevalue(f"of_{age}")
+    opened: ComfyPage = request.getfixturevalue("of_oldest" if age == "oldest" else "one_page")
     opened.show_as(VUE[kind])
     return opened
 
@@ -104,9 +95,7 @@ def test_a_template_opens_converts_and_is_saved_on_the_oldest_page(
 
 
 @pytest.mark.slow
-def test_engines_are_built_by_a_click_and_run_on_the_oldest_page(
-    oldest_page: ComfyPage, sd15: ComfyProcess
-) -> None:
+def test_engines_are_built_by_a_click_and_run_on_the_oldest_page(oldest_page: ComfyPage, sd15: ComfyProcess) -> None:
     info, nodes = sd15.object_info(), EnginePage(oldest_page, "oldest")
     (unets,) = (sd15.base / "models" / "trt_engines").glob("sd15_unet-*")
     shutil.rmtree(unets)

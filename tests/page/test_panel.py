@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from browser import chromium, comfy_page
+from browser import ComfyPage
 from builds import until
 from comfy_process import ComfyProcess
 from engine_page import EnginePage, choose
@@ -54,21 +54,16 @@ JOBS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.fixture(scope="module")
-def opened(comfy: ComfyProcess) -> Iterator[EnginePage]:
-    """One page for all: the panel is the same whatever draws the nodes."""
-    with chromium() as browser, comfy_page(browser, comfy.url, width=1366, height=768) as page:
-        yield EnginePage(page, "panel")
-
-
 @pytest.fixture
-def page(opened: EnginePage) -> Iterator[EnginePage]:
-    opened.page.errors.clear()
-    yield opened
-    opened.page.page.unroute_all()
-    if opened.page.page.locator(".hybrid-trt-panel").count():
-        toggle(opened)
-    assert not opened.page.errors
+def page(one_page: ComfyPage) -> Iterator[EnginePage]:
+    """A small window; the panel is the same whatever draws the nodes."""
+    one_page.errors.clear()
+    one_page.page.set_viewport_size({"width": 1366, "height": 768})
+    yield EnginePage(one_page, "panel")
+    one_page.page.unroute_all()
+    if one_page.page.locator(".hybrid-trt-panel").count():
+        toggle(EnginePage(one_page, "panel"))
+    assert not one_page.errors
 
 
 @pytest.fixture
@@ -465,4 +460,3 @@ def test_the_panel_asks_nothing_while_nothing_happens_or_nobody_sees_it(page: En
     raw.evaluate(HAPPEN, "hybrid_trt.library")
     raw.wait_for_timeout(800)
     assert [url for url in asked if "/engines" in url] == [], "closed"
-

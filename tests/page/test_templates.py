@@ -1,25 +1,24 @@
-"""The shipped workflows as templates, opened from ComfyUI's own dialog in a small window, in both kinds of nodes."""
+"""The shipped blueprints, and the shipped workflows as templates, opened in a small window in both kinds of nodes."""
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import slow
-from browser import ComfyPage, comfy_page
-from build_page import browser
+from browser import ComfyPage
 from comfy_process import ComfyProcess
 from engine_page import EnginePage
+from make_workflows import build_blueprint
 from PIL import Image
-from playwright.sync_api import Browser
 from shipped_workflows import FOLDER, NAMES, TITLES, shipped
+from workflow_blueprints import BLUEPRINTS
 from workflow_recipes import RECIPES
 from workflow_thumbnails import thumbnail
 
-__all__ = ["browser"]  # a fixture
-
+BOTH_KINDS_OF_NODES = True
 WIDTH, HEIGHT = 1366, 768
 #: What of the window the page's own furniture leaves: sidebar, tabs.
 LEFT, TOP = 58, 38
@@ -34,16 +33,10 @@ VIEW = """() => { const { scale, offset } = app.canvas.ds;
                  .map(r => [r.x, r.y, r.width, r.height]) }; }"""
 
 
-@pytest.fixture(scope="module")
-def small_page(browser: Browser, comfy: ComfyProcess) -> Iterator[ComfyPage]:
-    with comfy_page(browser, comfy.url, width=WIDTH, height=HEIGHT) as page:
-        yield page
-
-
-@pytest.fixture(scope="module", params=[False, True], ids=["litegraph", "vue"])
-def small(request: pytest.FixtureRequest, small_page: ComfyPage) -> ComfyPage:
-    small_page.show_as(request.param)
-    return small_page
+@pytest.fixture
+def small(opened: ComfyPage) -> ComfyPage:
+    opened.page.set_viewport_size({"width": WIDTH, "height": HEIGHT})
+    return opened
 
 
 OPENED_SMALL = ("sd15_controlnet_stack", "sd15_advanced", "sd15_depth_and_pose", "flux1_controlnet")
@@ -152,3 +145,36 @@ PAGE = {"TRTReport": "TRT Report", "TRTApplyControlNet": "TRT Apply ControlNet",
 """Names of nodes without a title of their own on the page."""
 WIDGETS = {"strength", "start", "end", "rows", "denoise", "strength_model", "scale_by", "seed", "steps", "frames",
            "guidance"}  # fmt: skip
+
+
+# Blueprints: subgraphs that ComfyUI lists
+
+SUBGRAPHS = FOLDER.with_name("subgraphs")
+
+
+def in_short(blueprint: dict[str, Any]) -> Any:
+    """A blueprint without where things stand and which versions made it."""
+    (inside,) = blueprint["definitions"]["subgraphs"]
+    return [blueprint["extra"], [node["widgets_values"] for node in blueprint["nodes"]], inside["links"],
+            [(node["id"], node["type"], node.get("widgets_values") or []) for node in inside["nodes"]],
+            [(one["name"], one["type"], one["linkIds"]) for one in inside["inputs"] + inside["outputs"]]]
+
+
+def test_comfyui_lists_the_blueprints_of_this_pack(comfy: ComfyProcess) -> None:
+    listed = {key: entry for key, entry in comfy.get("/global_subgraphs").items()
+              if entry["info"]["node_pack"] == "custom_nodes.hybrid-trt"}
+    titles = {blueprint.recipe.title for blueprint in BLUEPRINTS}
+    assert {entry["name"] for entry in listed.values()} == titles == {path.stem for path in SUBGRAPHS.iterdir()}
+    for key in listed:
+        data = json.loads(comfy.get(f"/global_subgraphs/{key}")["data"])
+        assert len(data["nodes"]) == len(data["definitions"]["subgraphs"]) == 1
+        assert data["nodes"][0]["type"] == data["definitions"]["subgraphs"][0]["id"]
+        assert "TRTAccelerate" in {node["type"] for node in data["definitions"]["subgraphs"][0]["nodes"]}
+
+
+@pytest.mark.browser
+@pytest.mark.parametrize("blueprint", BLUEPRINTS, ids=lambda one: one.recipe.name)
+def test_files_are_what_the_recipes_make(one_page: ComfyPage, blueprint: Any) -> None:
+    made = build_blueprint(one_page, blueprint, {"hybrid-trt": "0.0.0", "comfy-core": "0.0.0"})
+    shipped = json.loads((SUBGRAPHS / f"{blueprint.recipe.title}.json").read_text(encoding="utf-8"))
+    assert in_short(made) == in_short(shipped), "run tools/make_workflows.py"

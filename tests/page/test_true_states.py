@@ -9,14 +9,12 @@ from typing import Any
 
 import pytest
 from browser import ComfyPage
-from build_page import NET_1, NET_2, browser, load, object_info, opened, workflow
+from build_page import NET_1, NET_2, load, workflow
 from comfy_process import ComfyProcess
 from engine_page import PRESS_IN_REPORT, EnginePage
 from workflow_to_prompt import set_widget
 
 pytestmark = pytest.mark.browser
-__all__ = ["browser", "object_info", "opened"]  # fixtures
-
 SIDE = 144
 """Pixels of the picture; the first ControlNet's engine is for smaller ones alone."""
 CUT = """id => { const node = app.graph.getNodeById(id), [link] = node.outputs[0].links;
@@ -51,7 +49,7 @@ def built(opened: ComfyPage, sd15: ComfyProcess, object_info: dict[str, Any]) ->
         set_widget(made, "EmptyLatentImage", widget, value, object_info)
     set_widget(made, NET_1, "max_size", 128, object_info)
     set_widget(made, "KSampler", "steps", 2, object_info)
-    page = EnginePage(opened, "true_states")
+    page = EnginePage(opened, "true_states", sd15, object_info)
     load(page, copy.deepcopy(made))
     page.wait_for(page.node(NET_1), "unknown", "none", timeout=60)
     opened.page.evaluate(PRESS_IN_REPORT)
@@ -80,25 +78,21 @@ def test_an_engine_node_whose_output_goes_nowhere_says_that_it_is_not_connected(
     page.wait_until(net, lambda s: s["title"] == "Ready for the next run", "word of that", 60)
 
 
-def test_a_build_that_the_disk_limit_refuses_is_told_first_though_an_older_engine_is_there(
-    page: EnginePage, comfy: ComfyProcess
-) -> None:
+def test_a_build_that_the_disk_limit_refuses_is_told_first_though_an_older_engine_is_there(page: EnginePage) -> None:
     raw, net = page.page.page, page.node(NET_2)
-    comfy.post("/hybrid_trt/settings", {"limit_gb": 1e-6}, headers=OURS)
+    page.comfy.post("/hybrid_trt/settings", {"limit_gb": 1e-6}, headers=OURS)
     try:
         page.click(net)
         page.wait_until(net, lambda s: s["title"] == "Ready, but not built again", "refusal", 60)
     finally:
-        comfy.post("/hybrid_trt/settings", {"limit_gb": 0}, headers=OURS)
+        page.comfy.post("/hybrid_trt/settings", {"limit_gb": 0}, headers=OURS)
     page.shot("refused")
     assert "the settings allow" in raw.evaluate(SAID, net)["lines"][0]
     assert page.status(net)["tone"] == "warn"
     assert page.status(net)["state"] == "ready", "the older engine runs on"
 
 
-def test_what_the_next_run_does_for_a_picture_that_does_not_fit_is_what_it_then_does(
-    page: EnginePage, comfy: ComfyProcess
-) -> None:
+def test_what_the_next_run_does_for_a_picture_that_does_not_fit_is_what_it_then_does(page: EnginePage) -> None:
     raw, net, size = page.page.page, page.node(NET_1), f"{SIDE}×{SIDE} does not fit this engine: "
 
     def says(words: str) -> dict[str, Any]:

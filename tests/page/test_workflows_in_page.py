@@ -3,25 +3,23 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import slow
 from browser import ComfyPage
-from build_page import browser, page_of_both
-from build_page import opened_in_both as opened
 from comfy_process import ComfyProcess
-from engine_page import STACK_MEASURED
+from engine_page import STACK_MEASURED, EnginePage
 from make_workflows import build
 from node_boxes import overlaps
 from playwright.sync_api import expect
-from shipped_workflows import IN_PAGES, NAMES, Workflow, object_info, shipped
+from shipped_workflows import IN_PAGES, NAMES, Workflow, shipped
 from workflow_recipes import RECIPES, with_tiny_models
 from workflow_to_prompt import bypass, set_widget, to_prompt
 
-__all__ = ["browser", "object_info", "opened", "page_of_both"]  # fixtures: pytest finds them by name
-
+pytestmark = pytest.mark.browser
+BOTH_KINDS_OF_NODES = True
 SD15_NETS, SDXL_NETS = ("tiny_sd15_a", "tiny_sd15_b"), ("tiny_sdxl_a", "tiny_sdxl_b")
 NETS = {name: SDXL_NETS if name.startswith("sdxl") else SD15_NETS for name in NAMES}
 ROWS = """() => { const node = app.graph.nodes.find(n => n.type === 'TRTApplyControlNet');
@@ -104,15 +102,11 @@ RUN_ENDS = """() => ['success', 'error'].forEach(end =>
 
 
 @pytest.fixture
-def page(opened: ComfyPage) -> Iterator[ComfyPage]:
-    """The mode's page, with no JavaScript error on record before the test and none allowed after it."""
-    opened.errors.clear()
-    yield opened
-    assert not opened.errors
+def page(page: EnginePage) -> ComfyPage:
+    return page.page
 
 
 @slow.when("vue")
-@pytest.mark.browser
 @pytest.mark.parametrize("name", IN_PAGES)
 def test_opens_without_problems_and_converts_as_the_page_does(
     page: ComfyPage, object_info: dict[str, Any], name: str
@@ -131,7 +125,6 @@ def test_opens_without_problems_and_converts_as_the_page_does(
 
 
 @slow.when("vue")
-@pytest.mark.browser
 @pytest.mark.parametrize("name", IN_PAGES)
 def test_files_are_what_the_recipes_make(page: ComfyPage, object_info: dict[str, Any], name: str) -> None:
     recipe = next(recipe for recipe in RECIPES if recipe.name == name)
@@ -172,7 +165,6 @@ def _random_seed(workflow: Workflow, info: dict[str, Any]) -> None:
 
 
 @slow.when("vue")
-@pytest.mark.browser
 @pytest.mark.parametrize("change", [_engines_bypassed, _accelerate_bypassed, _apply_bypassed, _net_muted, _third_row,
                                     _random_seed])
 def test_changes_convert_as_the_page_does(
@@ -186,7 +178,6 @@ def test_changes_convert_as_the_page_does(
 
 
 @slow.when("vue")
-@pytest.mark.browser
 def test_nodes_of_the_page_alone_convert(page: ComfyPage, object_info: dict[str, Any]) -> None:
     page.load(shipped("sd15_advanced"))
     page.page.evaluate(PAGE_NODES)
@@ -196,7 +187,6 @@ def test_nodes_of_the_page_alone_convert(page: ComfyPage, object_info: dict[str,
 
 
 @slow.when("vue")
-@pytest.mark.browser
 def test_a_look_at_the_graph_finds_what_serialising_it_gives(page: ComfyPage, object_info: dict[str, Any]) -> None:
     """Through subgraphs, widgets that they show, reroutes, primitives, bypassed and muted nodes."""
     page.load(with_tiny_models(shipped("sd15_advanced"), object_info))
@@ -210,7 +200,6 @@ def test_a_look_at_the_graph_finds_what_serialising_it_gives(page: ComfyPage, ob
     assert sum("control_net" in inputs for inputs in engines) == 1, "one loader is muted"
 
 
-@pytest.mark.browser
 def test_sizes_that_a_subgraph_shows_outside_are_those_that_are_sent(
     page: ComfyPage, object_info: dict[str, Any]
 ) -> None:
@@ -227,7 +216,6 @@ def test_sizes_that_a_subgraph_shows_outside_are_those_that_are_sent(
         assert looked == serialised
 
 
-@pytest.mark.browser
 def test_rows_of_the_stack_come_and_go(page: ComfyPage, object_info: dict[str, Any]) -> None:
     """Each row has its sockets and widgets, under names without the prefix; links and values of the others stay."""
     page.load(shipped("sd15_advanced"))
@@ -255,7 +243,6 @@ def test_rows_of_the_stack_come_and_go(page: ComfyPage, object_info: dict[str, A
 
 
 @slow.when("litegraph")
-@pytest.mark.browser
 def test_undo_and_redo_go_through_every_edit_of_the_stack(page: ComfyPage) -> None:
     raw = page.page
 
@@ -278,7 +265,6 @@ def test_undo_and_redo_go_through_every_edit_of_the_stack(page: ComfyPage) -> No
 
 
 @slow.when("vue")  # App mode has no nodes
-@pytest.mark.browser
 def test_app_mode_shows_the_widgets_that_matter_and_runs(
     page: ComfyPage, sd15: ComfyProcess, object_info: dict[str, Any]
 ) -> None:
@@ -304,7 +290,6 @@ def test_app_mode_shows_the_widgets_that_matter_and_runs(
 
 
 @slow.when("litegraph")  # App mode runs there
-@pytest.mark.browser
 def test_runs_in_the_page(page: ComfyPage, sd15: ComfyProcess, object_info: dict[str, Any]) -> None:
     """All engines serve, and the status texts that the nodes then show make no node grow over another."""
     workflow = with_tiny_models(shipped("sd15_advanced"), object_info)

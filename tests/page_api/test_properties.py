@@ -36,13 +36,13 @@ from hybrid_trt.saved_workflows.to_prompt import change_prompt, is_prompt, to_pr
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from json_places import changed, places, with_true_key
-from our_routes import OURS
+from our_routes import OURS, answered
 
 log = logging.getLogger(__name__)
 
+Holds = Callable[..., None]
+
 ROUTES = ("/nodes", "/accelerate", "/settings", "/builds/clear", "/builds/x/cancel", "/engines/x/verify")
-EXAMPLES = slow.cases({"few": 30, "many": 1200}, slow=["many"])
-"""Examples of each property."""
 
 
 class Client:
@@ -50,36 +50,27 @@ class Client:
 
     def __init__(self, comfy: ComfyProcess) -> None:
         self._comfy, self.sent, self._hung = comfy, 0, ""
-        self._connection: http.client.HTTPConnection | None = None
 
     def ask(self, method: str, path: str, body: bytes | None = None, **headers: str) -> tuple[int, Any]:
         """Return the status and the JSON of an answer; what ComfyUI itself refuses is text."""
         assert not self._hung, self._hung  # else each smaller example would be waited for too
         self.sent += 1
-        for _try in range(2):
-            if self._connection is None:
-                self._connection = http.client.HTTPConnection("127.0.0.1", self._comfy.port, timeout=60)
-            try:
-                self._connection.request(method, f"/hybrid_trt{path}", body, OURS | headers)
-                answer = self._connection.getresponse()
-                text = answer.read()
-                break
-            except TimeoutError:
-                self._hung = f"no answer within a minute to {method} {path} {headers} {body!r:.3000}"
-                raise AssertionError(self._hung) from None
-            except (http.client.HTTPException, OSError):  # the server has closed it, as after a bad body
-                self._connection.close()
-                self._connection = None
-        else:  # aiohttp may cut off a body that is packed otherwise than it says
-            assert "Content-Encoding" in headers, f"no answer to {method} {path} {body!r:.3000}"
+        asked = f"{method} {path} {headers} {body!r:.3000}"
+        try:
+            status, kind, text = answered(self._comfy, method, path, body, OURS | headers)
+        except TimeoutError:
+            self._hung = f"no answer in time to {asked}"
+            raise AssertionError(self._hung) from None
+        except (http.client.HTTPException, OSError):  # aiohttp may cut off a body that is packed otherwise than it says
+            assert "Content-Encoding" in headers, f"no answer to {asked}"
             return 400, None
-        assert answer.status < 500, f"{answer.status} for {method} {path} {body!r:.3000}: {text[:1000]!r}"
-        if not answer.headers.get("Content-Type", "").startswith("application/json"):
-            assert answer.status in (400, 403, 404, 405), text
-            return answer.status, None
+        assert status < 500, f"{status} for {asked}: {text[:1000]!r}"
+        if not kind.startswith("application/json"):
+            assert status in (400, 403, 404, 405), text
+            return status, None
         data = strict(text)
-        assert answer.status == 200 or data["error"].endswith("."), data
-        return answer.status, data
+        assert status == 200 or data["error"].endswith("."), data
+        return status, data
 
     def post(self, path: str, data: Any) -> tuple[int, Any]:
         """Post JSON."""
@@ -128,11 +119,16 @@ def files(base: Path) -> dict[str, tuple[int, int]]:
     return {path: stat for path, stat in found.items() if not path.endswith((".log", "comfy.settings.json"))}
 
 
-def holds(check: Callable[..., None], examples: int, **drawn_from: st.SearchStrategy) -> None:
-    """Try a property with examples: the same ones in each run of CI, others in each long run."""
-    always = {"deadline": None, "database": None, "suppress_health_check": list(HealthCheck)}
-    chosen = settings(max_examples=examples, derandomize=examples < 100, **always)
-    chosen(given(**drawn_from)(check))()
+@pytest.fixture(params=slow.cases({"few": 30, "many": 1200}, slow=["many"]))
+def holds(request: pytest.FixtureRequest) -> Callable[..., None]:
+    """Tries a property with examples: the same ones in each run of CI, others in each long run."""
+
+    def tried(check: Callable[..., None], times: int = 1, **drawn_from: st.SearchStrategy) -> None:
+        chosen = settings(max_examples=times * request.param, derandomize=request.param < 100, deadline=None,
+                          database=None, suppress_health_check=list(HealthCheck))  # fmt: skip
+        chosen(given(**drawn_from)(check))()
+
+    return tried
 
 
 # What is drawn
@@ -189,8 +185,7 @@ def renamed(graph: dict[str, Any]) -> dict[str, Any]:
 # Routes
 
 
-@pytest.mark.parametrize("examples", EXAMPLES)
-def test_engine_nodes_of_an_acyclic_graph_have_states_that_do_not_depend_on_ids(client: Client, examples: int) -> None:
+def test_engine_nodes_of_an_acyclic_graph_have_states_that_do_not_depend_on_ids(client: Client, holds: Holds) -> None:
     def check(graph: dict[str, Any]) -> None:
         nodes = [node for node, entry in graph.items() if entry["class_type"] in ENGINES]
         status, answer = client.post("/nodes", {"prompt": graph, "nodes": nodes})
@@ -200,12 +195,11 @@ def test_engine_nodes_of_an_acyclic_graph_have_states_that_do_not_depend_on_ids(
             assert answer["nodes"][node]["key"] == again[f"5:{node}"]["key"]
             assert answer["nodes"][node]["state"] in ("unknown", "unavailable")
 
-    holds(check, examples, graph=graphs(cycles=False, malformed=False))
+    holds(check, graph=graphs(cycles=False, malformed=False))
 
 
 @pytest.mark.fault("the page asks about a graph that goes in circles", see="an answer, or an error in one sentence")
-@pytest.mark.parametrize("examples", EXAMPLES)
-def test_cyclic_and_malformed_graphs_are_answered(client: Client, examples: int) -> None:
+def test_cyclic_and_malformed_graphs_are_answered(client: Client, holds: Holds) -> None:
     def check(graph: dict[str, Any], nodes: Any) -> None:
         status, answer = client.post("/nodes", {"prompt": graph, "nodes": nodes})
         assert status in (200, 400)
@@ -215,12 +209,11 @@ def test_cyclic_and_malformed_graphs_are_answered(client: Client, examples: int)
 
     some = st.lists(st.sampled_from(IDS) | st.lists(st.sampled_from(IDS), max_size=3) | VALUES, max_size=5)
     drawn_graphs = graphs(cycles=True, malformed=True) | graphs(cycles=True, malformed=False)
-    holds(check, examples, graph=drawn_graphs, nodes=some | st.sampled_from(IDS).map(lambda node: [node]))
+    holds(check, graph=drawn_graphs, nodes=some | st.sampled_from(IDS).map(lambda node: [node]))
 
 
 @pytest.mark.fault("anything is posted to a route", see="an answer in strict JSON, or an error in one sentence")
-@pytest.mark.parametrize("examples", EXAMPLES)
-def test_whatever_is_posted_to_a_route_is_answered(client: Client, examples: int) -> None:
+def test_whatever_is_posted_to_a_route_is_answered(client: Client, holds: Holds) -> None:
     fields = st.fixed_dictionaries({}, optional={name: VALUES for name in (
         "prompt", "nodes", "workflow", "what", "limit_gb", "build_minutes", "tensorrt_level", "folder")})  # fmt: skip
     bodies = (
@@ -236,12 +229,11 @@ def test_whatever_is_posted_to_a_route_is_answered(client: Client, examples: int
     def check(path: str, body: bytes, headers: dict[str, str]) -> None:
         assert client.ask("POST", path, body, **headers)[0] in (200, 400, 403, 404, 409, 413, 415)
 
-    holds(check, examples, path=st.sampled_from(ROUTES), body=bodies, headers=headers)
+    holds(check, path=st.sampled_from(ROUTES), body=bodies, headers=headers)
 
 
 @pytest.mark.fault("a request names a path outside the library", see="an error in one sentence; no file is touched")
-@pytest.mark.parametrize("examples", EXAMPLES)
-def test_no_path_leads_out_of_the_library(client: Client, examples: int) -> None:
+def test_no_path_leads_out_of_the_library(client: Client, holds: Holds) -> None:
     names = TEXT | st.sampled_from(["..", ".", "../checkpoints", "..%2f..", "%2e%2e", ".settings.json", NOTES, "con"])
 
     def check(method: str, path: str, name: str) -> None:
@@ -249,7 +241,7 @@ def test_no_path_leads_out_of_the_library(client: Client, examples: int) -> None
         assert client.ask(method, path.format(escaped))[0] in (400, 403, 404, 405)
 
     paths = st.sampled_from(["/engines/{}", "/engines/{}/verify", "/builds/{}/cancel", "/builds/none{}", "/none{}"])
-    holds(check, examples, method=st.sampled_from(["DELETE", "POST", "PUT"]), path=paths, name=names)
+    holds(check, method=st.sampled_from(["DELETE", "POST", "PUT"]), path=paths, name=names)
 
 
 @st.composite
@@ -279,8 +271,7 @@ def _alike(made: str, wanted: str) -> bool:
     return made == wanted or "*" in (made, wanted)
 
 
-@pytest.mark.parametrize("examples", EXAMPLES)
-def test_acceleration_that_is_taken_out_leaves_the_workflow_as_it_was(client: Client, examples: int) -> None:
+def test_acceleration_that_is_taken_out_leaves_the_workflow_as_it_was(client: Client, holds: Holds) -> None:
     def check(workflow: dict[str, Any]) -> None:
         status, answer = client.post("/accelerate", {"workflow": workflow, "what": "add"})
         assert status == 200, answer
@@ -290,22 +281,20 @@ def test_acceleration_that_is_taken_out_leaves_the_workflow_as_it_was(client: Cl
         assert back["count"] == answer["count"]
         assert wires(back["workflow"]) == wires(workflow)
 
-    holds(check, examples, workflow=workflows(malformed=False))
+    holds(check, workflow=workflows(malformed=False))
 
 
-@pytest.mark.parametrize("examples", EXAMPLES)
-def test_any_workflow_is_changed_or_refused(client: Client, examples: int) -> None:
+def test_any_workflow_is_changed_or_refused(client: Client, holds: Holds) -> None:
     def check(workflow: dict[str, Any], what: str) -> None:
         assert client.post("/accelerate", {"workflow": workflow, "what": what})[0] in (200, 400)
 
-    holds(check, examples, workflow=workflows(malformed=True) | VALUES, what=st.sampled_from(["add", "remove"]))
+    holds(check, workflow=workflows(malformed=True) | VALUES, what=st.sampled_from(["add", "remove"]))
 
 
 # Files
 
 
-@pytest.mark.parametrize("examples", EXAMPLES)
-def test_any_workflow_file_is_read_or_refused_in_words(comfy: ComfyProcess, examples: int) -> None:
+def test_any_workflow_file_is_read_or_refused_in_words(comfy: ComfyProcess, holds: Holds) -> None:
     known = comfy.object_info()
 
     def check(data: Any, prompt: Any) -> None:
@@ -317,7 +306,7 @@ def test_any_workflow_file_is_read_or_refused_in_words(comfy: ComfyProcess, exam
                 change_prompt(copy.deepcopy(prompt), known, lambda workflow: workflow.save())
 
     drawn_prompts = graphs(cycles=True, malformed=True) | graphs(cycles=False, malformed=False)
-    holds(check, examples, data=workflows(malformed=True) | VALUES, prompt=drawn_prompts)
+    holds(check, data=workflows(malformed=True) | VALUES, prompt=drawn_prompts)
 
 
 @pytest.fixture
@@ -338,8 +327,7 @@ def engine(tmp_path: Path) -> Engine:
     return found
 
 
-@pytest.mark.parametrize("examples", EXAMPLES)
-def test_an_engine_with_anything_in_its_manifest_is_listed_or_broken(engine: Engine, examples: int) -> None:
+def test_an_engine_with_anything_in_its_manifest_is_listed_or_broken(engine: Engine, holds: Holds) -> None:
     path, library = engine.folder / "manifest.json", Library([engine.folder.parent])
     data = json.loads(path.read_text())
     every = list(places(data))
@@ -354,12 +342,11 @@ def test_an_engine_with_anything_in_its_manifest_is_listed_or_broken(engine: Eng
         if entry.engine is not None:
             strict(json.dumps(engine_json(entry.engine), allow_nan=False).encode())
 
-    holds(check, 4 * examples, place=st.integers(0, 10**6), value=VALUES, true_key=st.booleans())
+    holds(check, times=4, place=st.integers(0, 10**6), value=VALUES, true_key=st.booleans())
 
 
 @pytest.mark.fault("a manifest is any bytes", see="the panel calls the engine broken")
-@pytest.mark.parametrize("examples", EXAMPLES)
-def test_any_bytes_in_place_of_a_manifest_are_a_broken_engine(engine: Engine, examples: int) -> None:
+def test_any_bytes_in_place_of_a_manifest_are_a_broken_engine(engine: Engine, holds: Holds) -> None:
     path, library = engine.folder / "manifest.json", Library([engine.folder.parent])
 
     def check(text: bytes) -> None:
@@ -369,11 +356,10 @@ def test_any_bytes_in_place_of_a_manifest_are_a_broken_engine(engine: Engine, ex
         (entry,) = entries(library, lambda _: None, source_changed)
         assert entry.state == BROKEN
 
-    holds(check, examples, text=st.binary(max_size=300) | NESTED | VALUES.map(lambda data: json.dumps(data).encode()))
+    holds(check, text=st.binary(max_size=300) | NESTED | VALUES.map(lambda data: json.dumps(data).encode()))
 
 
-@pytest.mark.parametrize("examples", EXAMPLES)
-def test_the_shapes_of_any_manifest_are_told_in_words_for_every_family(examples: int) -> None:
+def test_the_shapes_of_any_manifest_are_told_in_words_for_every_family(holds: Holds) -> None:
     def check(sizes: dict[str, list[int]]) -> None:
         profile = read_profile({name: sorted(three) for name, three in sizes.items()})
         for family in (*architectures(), "none"):
@@ -381,11 +367,10 @@ def test_the_shapes_of_any_manifest_are_told_in_words_for_every_family(examples:
 
     ranges = st.lists(st.integers(0, 1 << 31), min_size=3, max_size=3)
     names = st.sampled_from(["B", "H", "W", "T", "HB", "R", "C", "L", "N", "X"])
-    holds(check, examples, sizes=st.dictionaries(names, ranges))
+    holds(check, sizes=st.dictionaries(names, ranges))
 
 
-@pytest.mark.parametrize("examples", EXAMPLES)
-def test_any_notes_on_nodes_are_read_without_an_error_and_written_again(tmp_path: Path, examples: int) -> None:
+def test_any_notes_on_nodes_are_read_without_an_error_and_written_again(tmp_path: Path, holds: Holds) -> None:
     record = {"label": "a", "architecture": "sd15_unet", "precision": "float16", "profile": {"B": [1, 1, 2]},
               "backend": "auto", "device": "cpu", "weights": "w", "refusal": ["no engine", "a"],
               "source": {"path": "/x", "size": 1, "mtime_ns": 1}, "without_engine": "", "kind": "unet", "parameters": 1}
@@ -399,4 +384,4 @@ def test_any_notes_on_nodes_are_read_without_an_error_and_written_again(tmp_path
         write_records(path, known)
         assert read_records(path) == known
 
-    holds(check, 2 * examples, place=st.integers(0, 10**6), value=VALUES)
+    holds(check, times=2, place=st.integers(0, 10**6), value=VALUES)

@@ -162,14 +162,6 @@ def test_warming_builds_nothing_and_says_so(sd15: ComfyProcess) -> None:
     assert sd15.get("/hybrid_trt/builds") == builds
 
 
-@pytest.mark.slow
-def test_work_after_a_warming_that_built_nothing_builds(sd15: ComfyProcess) -> None:
-    assert post(sd15, "/warm", {"workflow": work(6, **UNBUILT)})[0] == 202
-    assert warmed(sd15, "workflow")["native"] == 2
-    history = sd15.queue(work(6, **UNBUILT))
-    assert history.output("report", "report")[0]["unet"] == {"engine": 2, "native": 0, "reasons": {}}
-
-
 def test_a_hundred_who_ask_at_once_are_answered_by_one_look(monkeypatch: pytest.MonkeyPatch) -> None:
     looks: list[float] = []
     monkeypatch.setattr(ready_routes, "_facts", lambda: looks.append(time.sleep(0.05)) or {})
@@ -189,19 +181,3 @@ def test_a_hundred_who_ask_at_once_are_answered_by_one_look(monkeypatch: pytest.
         assert len(looks) == 2, "whoever is told of a warm server is told of its engines too"
 
     asyncio.run(asked())
-
-
-@pytest.mark.slow
-def test_the_first_prompt_of_a_warm_worker_takes_at_most_1_3_times_as_long_as_the_second(
-    sd15: ComfyProcess, orders: tuple[Path, Path]
-) -> None:
-    named = {"HYBRID_TRT_WARM": str(orders[0])}
-    with ComfyProcess(sd15.comfyui, sd15.base, log=sd15.base / "worker.log", environment=named) as worker:
-        assert until(lambda: ready(worker)[0] == 200, 60)
-        seconds = []
-        for seed in (11, 12, 13):
-            started = time.monotonic()
-            worker.wait(worker.submit(work(seed)), poll=0.005)
-            seconds.append(time.monotonic() - started)
-    print("seconds of the first prompts:", [round(one, 2) for one in seconds])
-    assert seconds[0] <= 1.3 * seconds[1], seconds

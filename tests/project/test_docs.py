@@ -20,7 +20,8 @@ from hybrid_trt.nodes import schemas
 from PIL import Image
 
 ROOT: Path = pack.ROOT
-PAGES = [ROOT / f"{name}.md" for name in ("README", "CONTRIBUTING", "CHANGELOG", "SECURITY", "benchmarks/README")]
+PAGES = [ROOT / f"{name}.md" for name in ("README", "CONTRIBUTING", "CHANGELOG", "SECURITY")]
+PAGES += [ROOT / folder / "README.md" for folder in ("benchmarks", "farm")]
 PAGES += sorted((ROOT / "docs").glob("*.md"))
 HELP = sorted((ROOT / "js" / "docs").glob("*/*.md"))
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")

@@ -48,7 +48,7 @@ def test_requirements_agree_with_the_project_and_leave_torch_alone() -> None:
 
 
 def test_the_farms_requirements_are_an_extra_of_their_own() -> None:
-    lines = (ROOT / "requirements-farm.txt").read_text().splitlines()
+    lines = (ROOT / "farm" / "requirements.txt").read_text().splitlines()
     wanted = sorted(line for line in lines if line and not line.startswith("#"))
     block = re.search(r"^farm = \[(.*)\]$", (ROOT / "pyproject.toml").read_text(), re.M)[1]
     assert sorted(re.findall(r'"([^"]+)"', block)) == wanted

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import comfy.ops
@@ -15,7 +18,7 @@ from changed_families import FAMILIES, IMPOSSIBLE, STEPS, OnEngine
 from comfy.ldm.modules import attention
 from comfy.ldm.modules.diffusionmodules import openaimodel
 from comfy.patcher_extension import WrappersMP
-from foreign_changes import CALLS, Change, changing, fewer, with_function, with_method, with_part
+from foreign_changes import CALLS, Change, changing, fewer, with_function, with_hook, with_method, with_part
 from hybrid_trt.engine_library import Library, Reason
 from memory_fixtures import file, library
 from patched import LIMIT, Patched, load, natively
@@ -71,7 +74,34 @@ def test_what_a_pack_changes_in_a_sampling_acts_as_in_native_and_is_forgotten_wi
 
 
 HARMLESS = "a method with an argument bound, here to its default"
+
+
+@contextlib.contextmanager
+def hooked_everywhere(net: torch.nn.Module) -> Iterator[None]:
+    """Put a hook on all layers there are, which acts on those of one class."""
+    kind = type(net.middle_block[0].in_layers[0])
+    hook = torch.nn.modules.module.register_module_forward_hook(
+        lambda layer, _given, result: result * 0.9 if isinstance(layer, kind) else None)  # fmt: skip
+    with contextlib.closing(SimpleNamespace(close=hook.remove)):
+        yield
+
+
+@contextlib.contextmanager
+def forward_put_back(net: torch.nn.Module) -> Iterator[None]:
+    """Put another forward on a layer, and write the method back that was read."""
+    layer = net.middle_block[0]
+    own = layer.forward
+    layer.forward = lambda *args, **kwargs: own(*args, **kwargs) * 0.5
+    yield
+    layer.forward = own
+
+
 KINDS: dict[str, Change] = {
+    "a hook on a layer": with_hook("middle_block.0"),
+    "a hook before a layer": with_hook("middle_block.0", before=True),
+    "a hook on all layers": hooked_everywhere,
+    "another forward of a layer": lambda net: with_method("forward")(net.middle_block[0]),
+    "another forward of a layer that is written back": forward_put_back,
     "a method": with_method("_forward"),
     "blocks": with_part("output_blocks", fewer),
     "a function": with_function(openaimodel.__name__, "apply_control"),
@@ -92,15 +122,17 @@ def skipped(self: Any, x: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
 skipped.__code__ = skipped.__code__.replace(co_filename=attention.__file__)  # as if it was ComfyUI's
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("backend", "kind"), [*(("onnxruntime", kind) for kind in KINDS), ("torch", "another forward of a layer")])
 def test_a_file_engine_serves_the_calls_in_which_a_pack_changes_nothing(
-    file: Path, library: Library, kind: str
+    file: Path, library: Library, backend: str, kind: str
 ) -> None:
     in_some = {"calls": lambda number: number in (0, 2)}
     changed = sample(changing(load(file), "function", KINDS[kind], **in_some))
     if kind != HARMLESS:
         assert error(changed, natively(file)) > 1e-3, "it does nothing here"
-    patched = Patched(load(file), library)
+    patched = Patched(load(file), library, backend)
+    patched.sample()
     own = patched.model
     patched.model = changing(own, "function", KINDS[kind], **in_some)
     assert error(patched.sample(), changed) <= LIMIT
@@ -232,3 +264,16 @@ def test_the_class_of_a_network_or_layer_that_a_pack_exchanges_is_seen_and_forgo
     assert error(f.sample(changing(engine.model, WrappersMP.OUTER_SAMPLE, reclassed)), changed) <= LIMIT
     assert error(f.sample(engine.model), plain) <= LIMIT
     assert engine.counts == (2 * STEPS, 0)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no NVIDIA GPU")
+def test_no_graph_serves_a_call_in_which_a_pack_changes_the_network(tmp_path: Path) -> None:
+    script = Path(__file__).parents[1] / "support" / "changes_on_gpu.py"
+    command = [sys.executable, "-P", str(script), str(tmp_path)]
+    run = subprocess.run(command, capture_output=True, text=True, check=False)
+    lines = run.stdout.splitlines()
+    sys.stdout.write(run.stdout)
+    assert run.returncode == 0, run.stderr[-3000:]
+    assert len([line for line in lines if line.startswith("right")]) >= 40, run.stdout
+    assert not [line for line in lines if line.startswith("WRONG")], run.stdout

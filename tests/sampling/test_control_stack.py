@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
+import logging
+import types
+from collections import OrderedDict
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
+import comfy.controlnet
 import comfy.model_sampling
 import comfy.samplers
 import pytest
 import torch
-from comfy.controlnet import ControlNet, StrengthType
+from comfy.controlnet import ControlBase, ControlNet, StrengthType
 from control_stacks import Stacks, call, same, step_of_comfyui
-from hybrid_trt.sampling import control_stack
+from fake_recorder import Recorder
+from hybrid_trt.comfy_model import comfyui_internals
+from hybrid_trt.comfy_model.comfyui_internals import Feature
+from hybrid_trt.sampling import call_stats, control_stack
+from hybrid_trt.sampling.call_stats import CallStats
 from hybrid_trt.sampling.control_stack import ControlStack
+from hybrid_trt.sampling.report import report_text
 from newer_comfyui import emulate
 from small_networks import CPU, network
 
@@ -88,16 +100,6 @@ def test_a_controlnet_with_a_method_of_another_packs_is_not_joined(
     assert stacks.runs == 0
 
 
-def test_other_kinds_of_strength_and_pooling_take_comfyuis_way(stacks: Stacks) -> None:
-    native, backed = stacks.chain(False), stacks.chain(True)
-    call(backed), call(native)
-    for chain in (native, backed):
-        chain.strength_type = StrengthType.LINEAR_UP
-        chain.previous_controlnet.global_average_pooling = True
-    assert same(call(ControlStack(backed), 2), call(native, 2))
-    assert stacks.runs == 0
-
-
 def test_controlnets_of_unlike_layouts_merge_as_in_comfyui(stacks: Stacks) -> None:
     nets = [stacks.nets[0], stacks._native("inpainting_channels")]
     nets[1].control_model = network("controlnet", "unlike_levels").module
@@ -168,3 +170,155 @@ def test_ranges_end_in_the_very_step_in_which_comfyui_ends_them() -> None:
                 assert bool(control_stack._active([SimpleNamespace(timestep_range=bounds)], sigma[None])) is natively
                 on_a_bound += natively and float(sigma) < bounds[1]
     assert on_a_bound > 0
+
+
+# What makes it slow is said once
+
+
+STEPS = 4
+
+
+@pytest.fixture(autouse=True)
+def new_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(call_stats, "_logged", set())
+    monkeypatch.setattr(call_stats, "_prompts", OrderedDict())
+
+
+@pytest.fixture
+def plain_stacks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Stacks:
+    return Stacks(tmp_path, monkeypatch)
+
+
+def sampled(stacks: Stacks, prepare: Callable = lambda control: None) -> list[CallStats]:
+    """Return the stats of a chain of two after some steps; each step has native's values."""
+    native, backed = stacks.chain(False), stacks.chain(True)
+    for chain in (native, backed):
+        prepare(chain)
+    for step in range(STEPS):
+        assert same(call(ControlStack(backed), step), call(native, step))
+    return [control.control_model.handle.begin_run() for control in (backed.previous_controlnet, backed)]
+
+
+@pytest.fixture
+def hints_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A ComfyUI that keeps a control's hint where nobody here looks."""
+    get_control = ControlNet.get_control
+
+    def get(self: ControlNet, *args: object) -> object:
+        self.cond_hint = vars(self).get("_somewhere")
+        result = get_control(self, *args)
+        self._somewhere, self.cond_hint = self.cond_hint, None
+        return result
+
+    get.__code__ = get.__code__.replace(co_filename=get_control.__code__.co_filename)
+    monkeypatch.setattr(ControlNet, "get_control", get)
+
+
+def moved_to(file: str) -> types.FunctionType:
+    """ComfyUI's own method, in another file."""
+    method = ControlNet.get_control
+    return types.FunctionType(method.__code__.replace(co_filename=file), method.__globals__, method.__name__)
+
+
+def test_a_comfyui_whose_code_lies_in_another_file_of_its_own_is_said(
+    plain_stacks: Stacks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ControlNet, "get_control", moved_to(str(Path(comfy.controlnet.__file__).with_name("new.py"))))
+    counted = sampled(plain_stacks)
+    assert plain_stacks.runs == 0
+    assert [row.apart for row in counted] == [STEPS, STEPS]
+    assert "The picture is right" in call_stats.slow_sentences(counted)[-1]
+
+
+def test_values_that_a_comfyui_keeps_on_its_class_do_not_part_a_stack(
+    plain_stacks: Stacks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ControlBase, "strength", 1.0, raising=False)
+    monkeypatch.setattr(ControlBase, "cond_hint", None, raising=False)
+    sampled(plain_stacks)
+    assert plain_stacks.runs == STEPS - 1
+
+
+@pytest.mark.usefixtures("hints_elsewhere")
+def test_a_stack_that_this_comfyui_does_not_let_join_is_said_once_with_what_to_report(
+    plain_stacks: Stacks, caplog: pytest.LogCaptureFixture
+) -> None:
+    counted = sampled(plain_stacks)
+    assert plain_stacks.runs == 0
+    assert [row.apart for row in counted] == [STEPS, STEPS]
+    warnings = [one.getMessage() for one in caplog.records if one.levelno == logging.WARNING]
+    assert len([text for text in warnings if "side by side" in text]) == 1
+    *told, report = call_stats.slow_sentences(counted)
+    assert len(told) == 1, "both have one name"
+    assert "The picture is right" in report
+    assert "ComfyUI 0." in report
+    assert "Hybrid TRT 0." in report
+    assert report_text(counted).endswith(report)
+
+
+def theirs(**attributes: Any) -> Callable[[ControlBase], None]:
+    """A class of another pack's for a control."""
+    return lambda control: setattr(control, "__class__", type("Theirs", (ControlNet,), attributes))
+
+
+REASONS: dict[str, Callable[[ControlBase], None]] = {
+    "another kind of strength": lambda control: setattr(control, "strength_type", StrengthType.LINEAR_UP),
+    "pooling": lambda control: setattr(control, "global_average_pooling", True),
+    "a method on the control": lambda control: setattr(control, "get_control", partial(control.get_control)),
+    "not in this step": lambda control: setattr(control, "timestep_range", (1.0, 0.0)),
+    "a subclass": theirs(__module__="custom_nodes.theirs"),
+    "a class with a method": theirs(get_control=moved_to("/custom_nodes/theirs.py")),
+}
+
+
+@pytest.mark.parametrize("prepare", REASONS.values(), ids=REASONS)
+def test_reasons_of_the_graph_or_of_another_pack_are_no_complaint(plain_stacks: Stacks, prepare: Callable) -> None:
+    counted = sampled(plain_stacks, prepare)
+    assert plain_stacks.runs == 0
+    assert call_stats.slow_sentences(counted) == []
+
+
+@pytest.mark.parametrize(("closed_before", "reopened"), [((), 0), ((2,), 1), ((1, 3), 2)])
+def test_an_engine_that_is_opened_again_within_a_run_is_said_and_pictures_are_right(
+    plain_stacks: Stacks, closed_before: tuple[int, ...], reopened: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    native, backed = plain_stacks.chain(False, 1), plain_stacks.chain(True, 1)
+    handle = backed.control_model.handle
+    for step in range(STEPS):
+        if step in closed_before:
+            handle.session.unload()
+        assert same(call(ControlStack(backed), step), call(native, step))
+    assert handle.stats.reopened == reopened
+    said = [text for text in call_stats.slow_sentences([handle.stats]) if "opened more than once" in text]
+    assert len(said) == (reopened > 0)
+    assert caplog.text.count("opened more than once") == (reopened > 0)
+
+
+@pytest.mark.fault("the card is full while a CUDA graph is recorded",
+                   see="the engine runs unrecorded; *TRT Report* says why")
+@pytest.mark.parametrize("fails", [False, True])
+def test_calls_that_could_not_be_captured_are_said_and_pictures_are_right(
+    plain_stacks: Stacks, fails: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    native, backed = plain_stacks.chain(False, 1), plain_stacks.chain(True, 1)
+    handle, recorder = backed.control_model.handle, Recorder()
+    recorder.error = torch.OutOfMemoryError("not while it captures") if fails else None
+    handle.session.graphs._capture = recorder
+    for step in range(STEPS):
+        assert same(call(ControlStack(backed), step), call(native, step))
+    assert handle.stats.plain == (STEPS - 1 if fails else 0), "the first call is for learning the shapes"
+    said = [text for text in call_stats.slow_sentences([handle.stats]) if "could not be captured" in text]
+    assert len(said) == caplog.text.count("could not be captured") == int(fails)
+    assert all("not while it captures" in text for text in said)
+
+
+@pytest.mark.parametrize(("late", "beside", "said"), [(3, 3, False), (3, 0, True), (0, 0, False)])
+def test_a_unet_that_waits_for_its_controlnets_is_said(late: int, beside: int, said: bool) -> None:
+    unet = CallStats("unet", "model", "1", "9", engine=3, beside=beside)
+    net = CallStats("controlnet", "net", "2", "9", engine=3, late=late)
+    assert any("waited for its ControlNets" in text for text in call_stats.slow_sentences([net, unet])) == said
+
+
+def test_the_report_says_what_is_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(comfyui_internals, "_off", {Feature.STACKS: ["this ComfyUI has no such name"]})
+    assert "this ComfyUI has no such name" in report_text([CallStats("unet", "model", "1", "9", engine=1)])

@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import slow
 from comfy_process import ComfyProcess, History
+from hybrid_trt.engine_library import Reason
 from scenarios import (
     A,
     B,
@@ -13,7 +15,6 @@ from scenarios import (
     Prompt,
     Scenario,
     compare,
-    control_effect,
     latent_of,
     native_latent,
     node,
@@ -30,18 +31,12 @@ ON_ENGINE = {"engine": 2, "native": 0, "reasons": {}}
 
 @pytest.mark.fault("a LoRA stands behind the engine", see="normal speed: *weights patched*")
 def test_a_lora_after_the_sampler_patch_acts_as_in_native(sd15: ComfyProcess) -> None:
-    scenario = PLAIN.but(patches=(LORA,))
+    scenario = ENGINES.but(patches=(LORA,))
     result = compare(sd15, scenario)
-    assert result.error == 0
+    assert 0 < result.error <= LIMIT, "ControlNets stay on engines"
     assert result.unet == {"engine": 0, "native": 2, "reasons": {"weights patched": 2}}
-    assert relative_difference(native_latent(sd15, PLAIN), native_latent(sd15, scenario)) > 1e-3, "it does nothing here"
-
-
-def test_controlnets_stay_on_engines_while_the_unet_is_patched(sd15: ComfyProcess) -> None:
-    result = compare(sd15, ENGINES.but(patches=(LORA,)))
-    assert 0 < result.error <= LIMIT
-    assert result.unet["engine"] == 0
     assert all(row["native"] == 0 and row["engine"] == 2 for row in result.controlnets.values())
+    assert relative_difference(native_latent(sd15, ENGINES), native_latent(sd15, scenario)) > 1e-3, "it acts"
 
 
 def hooked(built: Prompt) -> Prompt:
@@ -103,6 +98,7 @@ def test_easycache_after_the_sampler_patch_still_caches(sd15: ComfyProcess) -> N
     result = compare(sd15, ENGINES.but(patches=(cache,), steps=6))
     assert result.error <= LIMIT
     assert 0 < result.unet["engine"] < 6
+    assert result.unet["native"] == 0, "steps that are left out are no native calls"
     uncached = native_latent(sd15, ENGINES.but(steps=6))
     assert relative_difference(uncached, native_latent(sd15, ENGINES.but(patches=(cache,), steps=6))) > 1e-3
 
@@ -114,6 +110,9 @@ def test_a_lora_before_the_engine_node_needs_an_engine_of_its_own_and_gets_one(s
     missing = compare(sd15, scenario)
     assert missing.error <= LIMIT
     assert missing.unet == {"engine": 0, "native": 2, "reasons": {"no engine": 2}}
+    (status,) = missing.history.output("unet_engine", "text")
+    assert "no engine" in status
+    assert "build first" in status
     built = compare(sd15, scenario.but(settings=BUILD))
     assert built.error <= LIMIT
     assert built.unet["engine"] == 2
@@ -133,16 +132,6 @@ def test_calls_outside_the_profile_run_native_per_net(sd15: ComfyProcess) -> Non
         assert "520" in row["details"]["size the engine was not built for"]
 
 
-def test_without_an_engine_native_serves_and_says_how_to_get_one(sd15: ComfyProcess) -> None:
-    scenario = ENGINES.but(unet="tiny_sd15_other_unet")
-    result = compare(sd15, scenario)
-    assert result.error <= LIMIT
-    assert result.unet["reasons"] == {"no engine": 2}
-    (status,) = result.history.output("unet_engine", "text")
-    assert "no engine" in status
-    assert "build first" in status
-
-
 @pytest.mark.fault("the engine node and the sampler patch get different models",
                    see="normal speed: *engine of another model*")
 @pytest.mark.parametrize("other", ["tiny_sd15_unet", "tiny_sdxl_unet"], ids=["other_checkpoint", "other_family"])
@@ -157,23 +146,28 @@ def test_an_engine_of_another_model_is_never_used(sd15: ComfyProcess, other: str
 
 
 def test_an_sdxl_controlnet_on_an_sd15_model_fails_as_in_native_and_the_server_lives(sd15: ComfyProcess) -> None:
-    wrong = ENGINES.but(controls=(Control("tiny_sdxl_a"),))
+    wrong = ENGINES.but(controls=(Control("tiny_sdxl_a"),), settings={"backend": "torch"})
     native = sd15.queue(prompt(wrong, engines=False, name="native"))
     engine = sd15.queue(prompt(wrong, engines=True, name="engine"))
     assert native.status == engine.status == "error"
     assert engine.error == native.error
+    assert Reason.OTHER_KIND.value in sd15.log_text()
     assert compare(sd15, ENGINES).error <= LIMIT
 
 
-def test_a_control_lora_runs_native_beside_the_unet_engine(sd15: ComfyProcess) -> None:
-    scenario = ENGINES.but(controls=(Control("tiny_sd15_control_lora", 1, 0.5), B))
-    result = compare(sd15, scenario)
+@pytest.mark.parametrize(("engine", "settings"), [(False, {}), (True, {}), (False, {"backend": "torch"})],
+                         ids=["plain", "on_an_engine", "live_weights"])  # fmt: skip
+def test_a_prompt_with_a_controlnet_for_another_kind_of_model_says_so(
+    sd15: ComfyProcess, engine: bool, settings: dict[str, str]
+) -> None:
+    """Those of a smaller UNet: its residuals do not fit, and ComfyUI leaves them out."""
+    wrong = Control("tiny_sd15_flat_a", engine=engine)
+    result = compare(sd15, Scenario(controls=(wrong,), steps=2, seed=931, settings=settings))
     assert result.error <= LIMIT
-    assert result.unet["engine"] == 2
-    assert result.controlnets[B.file]["engine"] == 2
-    assert control_effect(sd15, scenario, without=0) > 0.01
-    (status,) = result.history.output("engine_tiny_sd15_control_lora", "text")
-    assert "unsupported model" in status
+    assert result.unet["reasons"] == {Reason.OTHER_KIND.value: 2}
+    text = result.history.output("report", "text")[0]
+    assert "made for another kind of model" in text
+    assert not {"wider", "larger", "size"} & set(text.split()), "a larger engine would not help"
 
 
 def test_two_samplers_in_one_prompt_are_reported_apart(sd15: ComfyProcess) -> None:
@@ -183,3 +177,122 @@ def test_two_samplers_in_one_prompt_are_reported_apart(sd15: ComfyProcess) -> No
     history = sd15.queue(graph)
     counts = [history.output(r, "report")[0]["unet"]["engine"] for r in ("report", "report_2")]
     assert counts == [2, 3]
+
+
+# Samplings that do not call the UNet as the sampler patch expects it
+
+
+STEPS = 4
+ALONE = Scenario(controls=(), steps=STEPS, seed=921, width=64, height=64)
+
+
+def ran(comfy: ComfyProcess, built: Prompt) -> tuple[Any, dict[str, Any], str]:
+    history = comfy.queue(built)
+    assert history.ok, history.error
+    report, text = (history.output("report", name)[0] for name in ("report", "text"))
+    return latent_of(history), report, text
+
+
+@pytest.mark.parametrize(("inputs", "engine", "native"), [
+    ({}, 0, STEPS), ({"every": 2}, STEPS // 2, STEPS // 2), ({"replaced": True}, 0, STEPS),
+])  # fmt: skip
+def test_a_unet_that_another_node_computes_by_itself_is_not_said_to_be_on_its_engine(
+    sd15: ComfyProcess, inputs: dict[str, Any], engine: int, native: int
+) -> None:
+    latent, report, text = ran(sd15, prompt(ALONE.but(patches=[("TestOwnForward", inputs)]), True, "own"))
+    assert relative_difference(latent, native_latent(sd15, ALONE)) <= LIMIT
+    assert (report["unet"]["engine"], report["unet"]["native"]) == (engine, native)
+    assert report["unet"]["reasons"] == {"not called through TRT Sampler Patch": native}
+    assert text.startswith("Accelerated: 0 of 1 model")
+    assert "another node" in text
+    assert "computes the UNet by itself" in text
+    if "replaced" not in inputs:
+        assert "(comfy_test_nodes)" in report["rows"][0]["details"]["not called through TRT Sampler Patch"]
+
+
+def test_a_sampling_of_no_steps_tells_nothing(sd15: ComfyProcess) -> None:
+    built = prompt(ALONE, True, "none")
+    built["sampler"]["inputs"]["denoise"] = 0.0
+    _, report, text = ran(sd15, built)
+    assert report["rows"] == []
+    assert text.startswith("No engine was asked for")
+
+
+@pytest.mark.parametrize("way", ["thread", "executor"])
+@slow.when("thread")
+def test_a_report_counts_what_a_node_samples_in_a_thread_of_its_own(sd15: ComfyProcess, way: str) -> None:
+    for seed in (923, 924):  # the second time on a thread that has sampled before
+        scenario = ALONE.but(seed=seed, controls=(Control("tiny_sd15_a", 1, 0.7),))
+        built = prompt(scenario, True, "thread")
+        given = built["sampler"]["inputs"]
+        inputs = {name: given[name] for name in ("model", "positive", "negative", "latent_image", "seed", "steps")}
+        built["sampler"] = node("TestSampleInThread", way=way, **inputs)
+        latent, report, text = ran(sd15, built)
+        assert relative_difference(latent, native_latent(sd15, scenario)) <= LIMIT
+        assert {row["sampler_node"] for row in report["rows"]} == {"sampler"}
+        assert [(row["engine"], row["native"]) for row in report["rows"]] == [(STEPS, 0)] * 2
+        assert text.startswith("Accelerated: 2 of 2 models")
+
+
+@slow.when("alone")
+@pytest.mark.parametrize("controls", [(), (Control("tiny_sd15_a", 1, 0.7),)], ids=["alone", "with_a_controlnet"])
+def test_without_an_engine_the_model_runs_native_and_the_node_says_so(sd15: ComfyProcess, controls: tuple) -> None:
+    """As the page sends it where TRT UNet Engine is bypassed or muted."""
+    scenario = ALONE.but(controls=controls, seed=925)
+    built = prompt(scenario, True, "bypassed")
+    del built["unet_engine"], built["patch"]["inputs"]["engine"]
+    history = sd15.queue(built)
+    assert history.ok, history.error
+    assert relative_difference(latent_of(history), native_latent(sd15, scenario)) <= LIMIT
+    report, text = (history.output("report", name)[0] for name in ("report", "text"))
+    assert report["unet"] == {"engine": 0, "native": STEPS, "reasons": {"no engine wired in": STEPS}}
+    assert report["missing"] == []
+    assert "tiny_sd15_unet: 4 at normal speed" in text
+    assert history.output("patch", "native") == [True]
+    assert history.output("patch", "text")[0].startswith("no engine wired in: TRT UNet Engine is bypassed")
+
+
+def test_a_sampler_patch_without_an_engine_leaves_the_one_before_it_in_place(sd15: ComfyProcess) -> None:
+    built = prompt(ALONE.but(seed=926, patches=[("TRTSamplerPatch", {})]), True, "twice")
+    latent, report, _ = ran(sd15, built)
+    assert relative_difference(latent, native_latent(sd15, ALONE.but(seed=926))) <= LIMIT
+    assert report["unet"] == {"engine": STEPS, "native": 0, "reasons": {}}
+
+
+OTHER = "tiny_sd15_other_unet.safetensors"
+LIVE = {"backend": "torch", "model": ["other", 0]}
+
+
+def guided_by_two(built: Prompt, second: list) -> Prompt:
+    """The prompt with a guider that asks another model for the negative prediction."""
+    given = built["sampler"]["inputs"]
+    built["noise"] = node("RandomNoise", noise_seed=given["seed"])
+    built["method"] = node("KSamplerSelect", sampler_name="euler")
+    built["sigmas"] = node("BasicScheduler", model=given["model"], scheduler="normal", steps=4, denoise=1.0)
+    built["guider"] = node(
+        "DualModelGuider", model=given["model"], model_negative=second, cfg=4.0, positive=given["positive"],
+        negative=given["negative"])
+    built["sampler"] = node(
+        "SamplerCustomAdvanced", noise=["noise", 0], guider=["guider", 0], sampler=["method", 0], sigmas=["sigmas", 0],
+        latent_image=given["latent_image"])
+    return built
+
+
+@pytest.mark.parametrize("patched", [True, False])
+def test_each_model_of_a_guider_that_samples_with_two_has_its_own_engine_and_count(
+    sd15: ComfyProcess, patched: bool
+) -> None:
+    def graph(engines: bool) -> Prompt:
+        built = prompt(ALONE, engines, f"two_models_{engines}")
+        built["other"] = node("UNETLoader", unet_name=OTHER, weight_dtype="default")
+        if engines and patched:
+            built["other_engine"] = node("TRTUNetEngine", **built["unet_engine"]["inputs"] | LIVE)
+            built["other_patch"] = node("TRTSamplerPatch", model=["other", 0], engine=["other_engine", 0])
+        return guided_by_two(built, ["other_patch" if engines and patched else "other", 0])
+
+    native = latent_of(sd15.queue(graph(False)))
+    history = sd15.queue(graph(True))
+    assert relative_difference(latent_of(history), native) <= LIMIT
+    rows = {row["name"]: (row["engine"], row["native"]) for row in history.output("report", "report")[0]["rows"]}
+    second = {OTHER: (4, 0)} if patched else {"a second model without TRT Sampler Patch": (0, 4)}
+    assert rows == {"tiny_sd15_unet.safetensors": (4, 0)} | second

@@ -15,20 +15,20 @@ import comfy.controlnet
 import pytest
 import slow
 import torch
-from dynamic_vram import on_cpu
+from comfy.model_patcher import ModelPatcher
+from comfy.patcher_extension import CallbacksMP
+from dynamic_vram import DynamicOnCPU, on_cpu
 from gpu_doubles import gpu_recorder, play_gpu
 from hybrid_trt.backends import backends
 from hybrid_trt.backends.torch_inductor.session import LiveSession
 from hybrid_trt.comfy_model.comfyui_internals import Feature, switched_off
 from hybrid_trt.comfy_model.live_weights import LiveWeights
-from hybrid_trt.comfy_model.network import NativeNetwork
-from hybrid_trt.engine_library import Library
+from hybrid_trt.engine_library import Library, Reason, Unavailable
 from hybrid_trt.sampling import call_stats, control_stack, run_inputs
-from hybrid_trt.sampling.controlnet import back_with_engine
-from hybrid_trt.sampling.engine_handle import EngineChoice, EngineHandle
-from memory_fixtures import CONTROLNET, device, file, files, library, nothing_loaded
+from hybrid_trt.sampling.engine_handle import EngineHandle
+from memory_fixtures import CONTROLNET, device, file, files, library, nothing_loaded, on_engine
 from newer_comfyui import NAMES, emulate
-from patched import LIMIT, PROFILE, Patched, load
+from patched import LIMIT, Failing, Patched, gone, load
 from patched import on_device as bytes_on_device
 
 from sampling import STEPS, error, sample
@@ -36,8 +36,6 @@ from sampling import STEPS, error, sample
 # fixtures: pytest finds them by name
 __all__ = ["device", "file", "files", "library", "nothing_loaded"]
 
-TRIED_ALONE = ("foreign attributes", "fast_disk", "free memory of a patcher")
-"""Changes of ComfyUI that ``test_newer_comfyui`` samples with too; they touch nothing of what is counted here."""
 SIZES = {"resized": (100, 60), "as large as the picture": (64, 64)}
 """Control images: ComfyUI makes the hint of the first one, the other is copied."""
 
@@ -78,9 +76,9 @@ class Runs:
             self._run(seed)
 
     def _backed(self, net: Any, number: int, library: Library) -> Any:
-        network, choice = NativeNetwork.of_controlnet(net, f"net {number}"), EngineChoice(PROFILE, backend="torch")
-        self.handles.append(EngineHandle.look_up(network, choice, library, str(number)))
-        return back_with_engine(net, self.handles[-1])
+        backed, handle = on_engine(net, library, node=str(number))
+        self.handles.append(handle)
+        return backed
 
     def _count(self) -> None:
         self._spy(control_stack, "_run", "joined", lambda *_: True)
@@ -119,7 +117,7 @@ class Runs:
         return [counts[what] for counts in self.counts]
 
 
-@pytest.fixture(scope="module", params=slow.cases({name: name for name in NAMES}, TRIED_ALONE))
+@pytest.fixture(scope="module", params=NAMES)
 def runs(
     request: pytest.FixtureRequest, files: dict[str, Path], native: list, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Runs]:
@@ -175,7 +173,8 @@ def test_nothing_is_said_to_be_slow(runs: Runs) -> None:
 
 PROMPTS = {f"{name}-{'dynamic VRAM' if dynamic else 'loaded'}": (name, dynamic)
            for name in NAMES for dynamic in (False, True)}  # fmt: skip
-QUICK = ("as it is-loaded", "as it is-dynamic VRAM", "free memory of a patcher-loaded", "more pins-dynamic VRAM")
+QUICK = ("as it is-loaded", "as it is-dynamic VRAM", "free memory of a patcher-loaded", "more pins-dynamic VRAM",
+         "foreign attributes-loaded", "fast_disk-loaded")
 SLOW = [name for name in PROMPTS if name not in QUICK]
 
 
@@ -188,8 +187,9 @@ def newer(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> st
 @pytest.mark.usefixtures("device")
 @pytest.mark.parametrize(("newer", "dynamic"), slow.cases(PROMPTS, SLOW), indirect=["newer"])
 def test_two_prompts_open_an_engines_file_once_and_no_native_weights(
-    newer: str, dynamic: bool, file: Path, library: Library, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    newer: str, dynamic: bool, file: Path, library: Library, monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
     native, opened, runtime = load(file), [], type(backends()["onnxruntime"])
     native, open_file = on_cpu(native) if dynamic else native, runtime.load
     monkeypatch.setattr(runtime, "load", lambda *given: (opened.append(given), open_file(*given))[1])
@@ -201,8 +201,93 @@ def test_two_prompts_open_an_engines_file_once_and_no_native_weights(
     if not dynamic:
         assert held == [0] * (2 * STEPS)
     elif newer == "more pins":
-        assert native.times_staged == 2
+        assert native.times_staged == 2, "nobody here knows these pins"
+        (said,) = (record.message for record in caplog.records if "dynamic_pins" in record.message)
+        assert "weights-fast" in said
         assert Feature.STAGED_ONCE.value[0] in "".join(switched_off()), "and the report says so"
     else:
         assert native.times_staged == 1
     assert error(latent, sample(load(file), 2)) <= LIMIT
+
+
+# Under dynamic VRAM native weights are staged once for many runs on an engine, and anew whenever anything changed
+
+
+@pytest.fixture
+def loader(device: None, file: Path) -> DynamicOnCPU:
+    return on_cpu(load(file))
+
+
+@pytest.fixture
+def staged(loader: DynamicOnCPU, library: Library) -> Patched:
+    found = Patched(loader, library)
+    found.sample()
+    assert (found.counts, loader.times_staged) == ((STEPS, 0), 1)
+    return found
+
+
+def test_the_double_is_comfyuis_dynamic_loading_and_samples_as_the_other(file: Path, loader: DynamicOnCPU) -> None:
+    assert isinstance(loader.clone(), DynamicOnCPU)
+    assert loader.is_dynamic()
+    for _ in range(2):
+        assert torch.equal(sample(loader), sample(load(file)))
+    assert loader.times_staged == 2, "ComfyUI stages for each run"
+    assert loader.backup, "small weights are forced over"
+
+
+def test_weights_are_staged_once_for_many_runs_on_an_engine(staged: Patched, loader: DynamicOnCPU, file: Path) -> None:
+    loader.pins.update(active=False, failed=True)  # as ComfyUI leaves them between two prompts
+    seen: list[tuple[int, dict]] = []
+    for seed in (2, 3):
+        latent = staged.sample(seed, step=lambda _i: seen.append((loader.times_staged, dict(loader.pins))))
+        assert staged.counts == (STEPS, 0)
+        assert error(latent, sample(load(file), seed)) <= LIMIT
+    assert {times for times, _ in seen} == {1}
+    assert all(pins["active"] and not pins["failed"] for _, pins in seen)
+
+
+def test_a_native_call_in_a_run_that_staged_nothing_gives_natives_picture(
+    staged: Patched, loader: DynamicOnCPU, file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    staged.sample()
+    failed = Failing(None, error=Unavailable(Reason.ENGINE_FAILED, "as on a GPU"))
+    monkeypatch.setattr(staged.handle.session, "run", failed)
+    latent = staged.sample()
+    assert staged.counts[1] == STEPS
+    assert loader.times_staged == 1
+    assert torch.equal(latent, sample(load(file)))
+
+
+def put_layer(model: ModelPatcher) -> None:
+    model.add_object_patch("diffusion_model.out.0", torch.nn.Identity())
+
+
+CHANGES: dict[str, Callable[[ModelPatcher], Any]] = {
+    "lora": lambda model: model.add_patches({OUT: ("diff", (torch.full((4, 320, 3, 3), 0.01),))}, 1.0),
+    "layer": put_layer,
+    "on load": lambda model: model.add_callback(CallbacksMP.ON_LOAD, lambda *_: None),
+    "taken back": lambda model: model.partially_unload(model.offload_device, 1e32),
+    "unloaded": lambda model: model.detach(),
+}
+OUT = "diffusion_model.out.2.weight"
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_weights_are_staged_anew_after_a_change(staged: Patched, loader: DynamicOnCPU, change: Callable) -> None:
+    assert loader.times_staged == 1
+    change(staged.model)
+    staged.sample()
+    assert loader.times_staged == 2
+
+
+def test_layers_that_another_patcher_put_in_are_gone_and_weights_staged_for_the_next_run(
+    staged: Patched, loader: DynamicOnCPU, file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = loader.clone()
+    put_layer(other)
+    sample(other)
+    times = loader.times_staged
+    monkeypatch.setattr(staged.handle, "refresh", lambda: gone(staged.handle))
+    latent = staged.sample()
+    assert loader.times_staged == times + 1
+    assert torch.equal(latent, sample(load(file)))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +15,11 @@ import pytest
 import torch
 from comfy import model_management
 from hybrid_trt.backends import backends
-from hybrid_trt.engine_library import Library
+from hybrid_trt.engine_library import Library, Reason, Unavailable
 from hybrid_trt.sampling.engine_patcher import EnginePatcher
-from hybrid_trt.sessions import file_session as session
 from hybrid_trt.sessions import gpu_memory
 from memory_fixtures import Controlled, controlled, controlnet, file, files, library, nothing_loaded, patched
-from patched import CPU, LIMIT, NAME, Patched, engines_loaded, gone, load, sampling_node
+from patched import CPU, LIMIT, NAME, Failing, Patched, engines_loaded, gone, load, sampling_node
 
 from sampling import STEPS, error, sample
 
@@ -27,108 +27,94 @@ from sampling import STEPS, error, sample
 __all__ = ["controlled", "controlnet", "file", "files", "library", "nothing_loaded", "patched"]
 
 
+RUNTIME = type(backends()["onnxruntime"])
+
+
+def watch_room(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The sizes that ComfyUI is asked to make room for; the CPU itself needs none."""
+    sizes: list[float] = []
+    make_room: Callable[..., None] = gpu_memory.make_room
+    monkeypatch.setattr(gpu_memory, "make_room", lambda size, device: (sizes.append(size), make_room(size, device)))
+    return sizes
+
+
 @pytest.mark.fault("the card is full when an engine opens, and ComfyUI can free some",
                    see="nothing: it opens at the second attempt")
 def test_an_engine_that_finds_no_memory_is_opened_again_when_comfyui_has_freed_some(
     patched: Patched, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    freed = watch_room(monkeypatch, gpu_memory)
-    once = iter([True])
-    load_engine = type(backends()["onnxruntime"]).load
-
-    def full(self: Any, *arguments: Any) -> Any:
-        if next(once, False):
-            raise RuntimeError("Error Code 2: OutOfMemory (Requested size was 1723 bytes.)")
-        return load_engine(self, *arguments)
-
-    monkeypatch.setattr(type(backends()["onnxruntime"]), "load", full)
+    freed, own = watch_room(monkeypatch), RUNTIME.load
+    words = RuntimeError("Error Code 2: OutOfMemory (Requested size was 1723 bytes.)")
+    monkeypatch.setattr(RUNTIME, "load", Failing(partial(own, backends()["onnxruntime"]), fails=1, error=words))
     patched.handle.session.unload()
     patched.sample()
     assert patched.counts == (STEPS, 0)
     assert freed == [patched.handle.session.engine.manifest.bytes, gpu_memory.EVERYTHING]
 
 
-def test_an_engine_that_finds_no_memory_twice_leaves_the_run_to_native(
-    patched: Patched, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    tried = []
-
-    def full(_self: Any, *_arguments: Any) -> None:
-        tried.append(True)
-        raise RuntimeError("CUDA error: out of memory")
-
-    monkeypatch.setattr(type(backends()["onnxruntime"]), "load", full)
-    patched.handle.session.unload()
-    latent = patched.sample()
-    assert patched.counts == (0, STEPS)
-    assert patched.handle.stats.reasons == {"engine failed": STEPS}
-    assert patched.handle.stats.details["engine failed"] == (
-        f"engine failed: not enough GPU memory (RuntimeError: CUDA error: out of memory); {gpu_memory.MAKE_ROOM}"
-    )
-    assert len(tried) == 2, "once more after freeing, and not again in this run"
-    assert torch.equal(latent, sample(patched.native))
-
-
-def test_an_engine_that_cannot_be_opened_is_told_from_one_that_finds_no_memory(
-    patched: Patched, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Another build does not help where memory is short."""
-
-    def unreadable(_self: Any, *_arguments: Any) -> None:
-        raise RuntimeError("Unsupported model IR version: 99")
-
-    monkeypatch.setattr(type(backends()["onnxruntime"]), "load", unreadable)
-    patched.handle.session.unload()
-    patched.sample()
-    told = patched.handle.stats.details["engine failed"]
-    assert "it could not be opened (RuntimeError: Unsupported model IR version: 99); build it again" in told
-    assert "memory" not in told
-
-
 @pytest.mark.fault("the card is full during a call, and ComfyUI can free some", see="nothing: the call is made again")
 def test_a_call_that_finds_no_memory_is_made_again_when_comfyui_has_freed_some(
     patched: Patched, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    reference = patched.sample()
-    freed = watch_room(monkeypatch, session)
-    run, once = patched.handle.session._runner.run, iter([True])
-
-    def full(*arguments: Any) -> None:
-        if next(once, False):
-            raise torch.OutOfMemoryError("CUDA out of memory")
-        run(*arguments)
-
-    monkeypatch.setattr(patched.handle.session._runner, "run", full)
+    reference, runner = patched.sample(), patched.handle.session._runner
+    freed = watch_room(monkeypatch)
+    monkeypatch.setattr(runner, "run", Failing(runner.run, fails=1))
     assert torch.equal(patched.sample(), reference)
     assert patched.counts == (STEPS, 0)
     assert freed == [gpu_memory.EVERYTHING]
 
 
-def test_an_engine_whose_call_finds_no_memory_twice_closes_and_leaves_the_run_to_native(
-    patched: Patched, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.fault("the card is full and stays so when an engine opens, or in the middle of a run",
+                   see="normal speed: *engine failed*; the next run tries again")
+@pytest.mark.parametrize(("when", "served"), [("load", 0), ("call", 0), ("call", 2), ("call", STEPS - 1)])
+def test_a_card_that_is_full_at_load_or_in_mid_sampling_gives_natives_picture_and_a_reason(
+    patched: Patched, monkeypatch: pytest.MonkeyPatch, when: str, served: int
 ) -> None:
-    native = sample(patched.native)
-    patched.sample()
-    called = []
-
-    def full(*_arguments: Any) -> None:
-        called.append(True)
-        raise torch.OutOfMemoryError("CUDA out of memory")
-
-    monkeypatch.setattr(patched.handle.session._runner, "run", full)
-    open_then = []
-    latent = patched.sample(step=lambda _i: open_then.append(patched.handle.session.loaded))
-    assert patched.counts == (0, STEPS)
-    assert gpu_memory.MAKE_ROOM in patched.handle.stats.details["engine failed"]
-    assert len(called) == 2
-    assert open_then == [False] * STEPS
+    native = sample(load(patched.native.cached_patcher_init[1][0]))
+    if when == "load":
+        full = Failing(None)
+        monkeypatch.setattr(RUNTIME, "load", full)
+        patched.handle.session.unload()
+    else:
+        patched.sample()
+        full = Failing(patched.handle.session._runner.run, served)
+        monkeypatch.setattr(patched.handle.session._runner, "run", full)
+    latent = patched.sample()
     assert error(latent, native) <= LIMIT
+    assert patched.counts == (served, STEPS - served)
+    assert full.failed == 2, "once more after freeing, and not again in this run"
+    assert patched.handle.stats.reasons == {"engine failed": STEPS - served}
+    assert gpu_memory.MAKE_ROOM in patched.handle.stats.details["engine failed"]
+    assert not patched.handle.session.loaded, "its memory is given back"
+    monkeypatch.undo()
+    assert error(patched.sample(), native) <= LIMIT
+    assert patched.counts == (STEPS, 0), "the next run tries again"
+
+
+@pytest.mark.parametrize(("raised", "reason", "words"), [
+    (RuntimeError("Unsupported model IR version: 99"), "engine failed",
+     "it could not be opened (RuntimeError: Unsupported model IR version: 99); build it again"),
+    (Unavailable(Reason.WRONG_GPU, "it cannot run on compute capability 9.0"), "wrong GPU", "compute capability 9.0"),
+], ids=["unreadable", "refused"])  # fmt: skip
+def test_an_engine_that_cannot_be_opened_is_tried_once_a_run_and_told_from_one_that_finds_no_memory(
+    patched: Patched, monkeypatch: pytest.MonkeyPatch, raised: Exception, reason: str, words: str
+) -> None:
+    """Another build does not help where memory is short."""
+    broken = Failing(None, error=raised)
+    monkeypatch.setattr(RUNTIME, "load", broken)
+    patched.handle.session.unload()
+    assert torch.equal(patched.sample(), sample(patched.native))
+    assert patched.counts == (0, STEPS)
+    assert patched.handle.stats.reasons == {reason: STEPS}
+    assert words in patched.handle.stats.details[reason]
+    assert "memory" not in patched.handle.stats.details[reason]
+    assert broken.failed == 1
 
 
 @pytest.mark.fault("an engine is larger than what is free", see="normal speed: *engine failed*; it is not opened")
 def test_an_engine_that_does_not_fit_is_not_opened(patched: Patched, monkeypatch: pytest.MonkeyPatch) -> None:
     patched.handle.session.unload()
-    freed = watch_room(monkeypatch, gpu_memory)
+    freed = watch_room(monkeypatch)
     monkeypatch.setattr(gpu_memory, "lacks_room", lambda _size, _device: True)
     patched.sample()
     assert patched.counts == (0, STEPS)
@@ -149,15 +135,8 @@ def test_native_that_finds_no_memory_gets_that_of_all_engines_and_computes_the_s
     reference = sample(load(files[NAME]), control=controlled.plain)
     monkeypatch.setattr(patched.handle, "refresh", lambda: gone(patched.handle))
     unet = type(patched.native.model.diffusion_model)
-    forward, once = unet._forward, iter([True])
-
-    def full(self: Any, *arguments: Any, **options: Any) -> torch.Tensor:
-        result = forward(self, *arguments, **options)
-        if next(once, False):
-            raise torch.OutOfMemoryError("CUDA out of memory")
-        return result
-
-    monkeypatch.setattr(unet, "_forward", full)
+    forward, full = unet._forward, Failing(lambda result: result, fails=1)
+    monkeypatch.setattr(unet, "_forward", lambda *arguments, **options: full(forward(*arguments, **options)))
     with sampling_node():
         latent = sample(patched.model, control=controlled.net)
     assert error(latent, reference) <= LIMIT
@@ -180,14 +159,6 @@ def test_a_live_network_whose_weights_have_no_room_is_refused_before_it_takes_an
     assert asked[0] == sum(p.numel() * p.element_size() for p in patched.native.model.diffusion_model.parameters())
     assert not patched.handle.session.loaded
     assert torch.equal(latent, sample(patched.native))
-
-
-def watch_room(monkeypatch: pytest.MonkeyPatch, module: Any) -> list[float]:
-    """The sizes that ComfyUI is asked to make room for; the CPU itself needs none."""
-    sizes: list[float] = []
-    make_room: Callable[..., None] = gpu_memory.make_room
-    monkeypatch.setattr(module, "make_room", lambda size, device: (sizes.append(size), make_room(size, device)))
-    return sizes
 
 
 def test_room_is_made_at_the_expense_of_models_that_the_run_does_not_use(

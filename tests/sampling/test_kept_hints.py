@@ -200,7 +200,7 @@ def test_the_next_run_finds_the_hint_of_the_last_one_and_what_the_network_made_o
     assert computed == (1 if (algorithm, size) == ("nearest-exact", (72, 96)) else 2), "the one that is kept is another"
     ready(backed)
     monkeypatch.setattr(comfy.utils, "common_upscale", None)
-    monkeypatch.setattr(hint_cache, "makes_hints_as_comfyui", lambda _: True)
+    monkeypatch.setattr(hint_cache, "is_foreign", lambda _: False)
     runs = stacks.runs
     assert same(call(ControlStack(backed)), reference)
     assert stacks.runs == runs + 1, "the engine is open and the hint known: nothing is left for ComfyUI's way"
@@ -294,3 +294,47 @@ def test_a_hint_goes_with_the_nodes_image(stacks: Stacks) -> None:
     backed.cond_hint_original = None
     gc.collect()
     assert len(kept) == 0
+
+
+# Where ComfyUI keeps hints by the latent's size (pull request 15832)
+
+
+@pytest.fixture
+def by_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Stacks:
+    emulate("hint map", monkeypatch)
+    return Stacks(tmp_path, monkeypatch)
+
+
+def both(stacks: Stacks, batch: int) -> list[ControlNet]:
+    """A native control and an engine-backed one that share a batch of images."""
+    image = image_of_a_node(batch=batch)
+    return [stacks.chain(with_engines, 1).set_cond_hint(image, 0.7) for with_engines in (False, True)]
+
+
+def test_two_sizes_in_turn_are_made_once_each(by_size: Stacks, resized: list) -> None:
+    native, backed = both(by_size, 1)
+    for step in range(6):
+        size = ((9, 12), (12, 9))[step % 2]
+        assert same(call(ControlStack(backed), step, size=size), call(native, step, size=size))
+    assert by_size.runs == 4
+    assert len(resized) == 4, "once for each of both, where one slot makes all anew"
+    assert backed.cond_hint is None, "the hint is there once"
+    assert call(ControlStack(backed), size=(8, 8)) is not None
+    assert list(backed.cond_hints) == [(12, 9), (8, 8)], "as many stay as ComfyUI keeps"
+
+
+def test_two_images_in_a_batch_join_and_what_the_network_makes_of_them_is_kept(
+    by_size: Stacks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    native, backed = both(by_size, 2)
+    seen, kind = [], type(backed.control_model)
+    own = kind.__call__
+    seeing = lambda *args, hint, **rest: seen.append(hint) or own(*args, hint=hint, **rest)  # noqa: E731
+    monkeypatch.setattr(kind, "__call__", seeing)
+    for step in range(4):
+        assert same(call(ControlStack(backed), step, 4, prompts=2), call(native, step, 4, prompts=2))
+    assert by_size.runs == 3
+    assert {hint.shape[0] for hint in seen} == {4}
+    assert seen[1] is seen[2] is seen[3], "one tensor, or all that is remembered by it would be made anew"
+    assert torch.equal(seen[1], comfy.controlnet.broadcast_image_to(native.cond_hints[9, 12], 4, 2))
+    assert backed.control_model.handle.session.live.passes.computed == 2, "ComfyUI's first call, and all after"

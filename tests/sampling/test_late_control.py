@@ -12,14 +12,14 @@ import pytest
 import torch
 from control_stacks import CHOICE, step_of_comfyui
 from fake_recorder import Recorder
-from hybrid_trt.architectures.calls import AsyncInputs, EngineCall
+from hybrid_trt.architectures.calls import AsyncInputs
 from hybrid_trt.architectures.shapes import TensorSpec
 from hybrid_trt.backends.torch_inductor import compiled, graph_passes, opened_files
 from hybrid_trt.backends.torch_inductor.session import LiveSession
 from hybrid_trt.engine_builder.worker_tasks import _spec_json
 from hybrid_trt.engine_library import Library
 from hybrid_trt.sampling import control_stack
-from hybrid_trt.sampling.control_stack import LateControl, bound_unread
+from hybrid_trt.sampling.control_stack import LateControl
 from hybrid_trt.sampling.controlnet import EngineControlModel
 from hybrid_trt.sampling.engine_handle import EngineHandle
 from hybrid_trt.sampling.model_wrapper import BackboneRouter
@@ -178,7 +178,11 @@ LOOKS = {
 def test_whoever_looks_at_residuals_waits_once_for_all(look: Callable, waits: list[int]) -> None:
     control = late_residuals()
     expected = {name: list(places) for name, places in control.unread().items()}
-    assert not waits
+    assert isinstance(control, dict)
+    assert "output" in control
+    assert len(control) == 3
+    assert bool(control)
+    assert not waits, "what it has is said without waiting"
     found = look(control)
     assert waits == [3]
     if isinstance(found, dict):
@@ -188,35 +192,12 @@ def test_whoever_looks_at_residuals_waits_once_for_all(look: Callable, waits: li
     assert waits == [3, 3]
 
 
-def test_residuals_are_a_dict_that_says_without_waiting_what_it_has(waits: list[int]) -> None:
-    control = late_residuals()
-    assert isinstance(control, dict)
-    assert "output" in control
-    assert len(control) == 3
-    assert bool(control)
-    assert not waits
-
-
 def test_each_stream_that_looks_waits_for_itself(waits: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     control = late_residuals()
     control["output"], control["middle"]
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _device=None: "elsewhere")
     control["output"]
     assert waits == [3, 3]
-
-
-def test_an_engine_gets_residuals_that_nobody_waited_for_and_is_told_so(waits: list[int]) -> None:
-    control = late_residuals()
-
-    def bind(given: dict[str, Any]) -> EngineCall:
-        assert type(given["control"]) is dict
-        return EngineCall(
-            {"x": given["x"], "middle": given["control"]["middle"][0]}, None, residuals=frozenset({"middle"})
-        )
-
-    call = bound_unread(bind, {"x": torch.ones(1), "control": control})
-    assert call.late == AsyncInputs(frozenset({"middle"}), control.stream, control.ready)
-    assert not waits
 
 
 @pytest.mark.parametrize("takes_late", [True, False])
@@ -244,8 +225,7 @@ def test_a_session_is_told_of_late_residuals_if_it_takes_such_and_the_run_counts
     ((names, late),) = told
     assert len(names) == 3
     assert waits == ([] if takes_late else [3])
-    assert (late is None) is not takes_late
-    assert late is None or late.names == set(names)
+    assert late == (AsyncInputs(frozenset(names), control.stream, control.ready) if takes_late else None)
     assert (handle.stats.engine, handle.stats.beside) == (1, int(takes_late))
 
 
@@ -361,23 +341,15 @@ def test_buffers_of_a_replay_that_fails_are_nobodys_before_late_inputs_were_copi
     assert len(replays) == 2
 
 
-def test_residuals_that_are_there_pass_a_wait_point_that_has_come(
-    graphs: tuple[GraphCache, list[str]], built: tuple[Network, Callable]
+@pytest.mark.parametrize("wait_points", [True, False])
+def test_networks_that_would_wait_are_captured_where_residuals_are_there(
+    graphs: tuple[GraphCache, list[str]], built: tuple[Network, Callable], wait_points: bool
 ) -> None:
-    cache, journal = graphs
     made, run = built
+    cache, journal = graphs if wait_points else (GraphCache(CPU, capture=Recorder()), [])
     for seed in range(6):
         given = dict(zip(("x", "first", "second"), inputs(seed), strict=True))
-        late = late_call(journal) if seed % 2 else None
+        late = late_call(journal) if wait_points and seed % 2 else None
         result = cache.run(lambda t: {"out": run(*t.values())[0]}, given, late=late)
         assert torch.allclose(result["out"], made(*inputs(seed))[0], atol=1e-6)
-
-
-def test_without_wait_points_networks_that_would_wait_are_captured(built: tuple[Network, Callable]) -> None:
-    made, run = built
-    cache = GraphCache(CPU, capture=Recorder())
-    for seed in range(4):
-        given = dict(zip(("x", "first", "second"), inputs(seed), strict=True))
-        result = cache.run(lambda t: {"out": run(*t.values())[0]}, given)
-        assert torch.allclose(result["out"], made(*inputs(seed))[0], atol=1e-6)
-    assert not cache.takes_late
+    assert cache.takes_late is wait_points

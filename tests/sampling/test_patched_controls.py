@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,25 +21,20 @@ from comfy import model_management
 from comfy.controlnet import ControlNet
 from comfy.sd import VAE
 from comfy.utils import load_torch_file
-from comfy_process import ComfyProcess
+from controlled import joined
 from hybrid_trt.architectures import Role
 from hybrid_trt.architectures.shapes import RequestedSizes
-from hybrid_trt.backends import backends
 from hybrid_trt.comfy_model.network import NativeNetwork
-from hybrid_trt.engine_builder.build import build_engine, run_here
-from hybrid_trt.engine_builder.order import BuildOrder
 from hybrid_trt.engine_library import Library, Reason
-from hybrid_trt.sampling import control_stack
-from hybrid_trt.sampling.controlnet import back_with_engine, native_controlnet
+from hybrid_trt.sampling.controlnet import native_controlnet
 from hybrid_trt.sampling.engine_handle import EngineChoice, EngineHandle
 from hybrid_trt.sampling.vae import native_vae, vae_with_engines
-from memory_fixtures import CONTROLNET, NAME, files, nothing_loaded
-from patched import LIMIT, PROFILE, Patched, load, sampling_node
-from scenarios import A, Scenario, compare, native_latent, relative_difference
+from memory_fixtures import CONTROLNET, NAME, files, nothing_loaded, on_engine
+from patched import LIMIT, Patched, built_here, load, sampling_node
 
 from sampling import error, sample
 
-__all__ = ["files", "nothing_loaded"]  # fixtures: pytest finds them by name
+__all__ = ["files", "joined", "nothing_loaded"]  # fixtures: pytest finds them by name
 
 STEPS = 2
 BACKENDS = pytest.mark.parametrize("backend", ["onnxruntime", "torch"])
@@ -49,9 +44,7 @@ BACKENDS = pytest.mark.parametrize("backend", ["onnxruntime", "torch"])
 def library(files: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Library:
     """A library with an engine of the ControlNet."""
     found = Library([tmp_path_factory.mktemp("library")])
-    network = NativeNetwork.of_controlnet(loaded(files), CONTROLNET)
-    order = BuildOrder(network, network.precision, PROFILE, backends()["onnxruntime"])
-    build_engine(order, found, lambda *_: None, run=run_here)
+    built_here(NativeNetwork.of_controlnet(loaded(files), CONTROLNET), found)
     return found
 
 
@@ -62,13 +55,6 @@ def model(files: dict[str, Path]) -> Any:
 
 def loaded(files: dict[str, Path]) -> ControlNet:
     return comfy.controlnet.load_controlnet(str(files[CONTROLNET]))
-
-
-def on_engine(net: ControlNet, library: Library, backend: str) -> tuple[ControlNet, EngineHandle]:
-    """As the engine node gives a ControlNet."""
-    network = NativeNetwork.of_controlnet(native_controlnet(net), CONTROLNET)
-    handle = EngineHandle.look_up(network, EngineChoice(PROFILE, backend=backend), library, "engine")
-    return back_with_engine(native_controlnet(net), handle), handle
 
 
 def picture(model: Any, net: ControlNet) -> torch.Tensor:
@@ -115,14 +101,6 @@ def test_patches_on_a_controlnets_own_weights_act_as_in_native(
 ROWS: dict[str, list[int]] = {"the first is patched": [1, 0], "the last is patched": [0, 1], "both, unlike": [1, 2],
                               "one of three": [0, 1, 0]}  # fmt: skip
 """Seed of the patches of each row, 0 for none."""
-
-
-@pytest.fixture
-def joined(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The number of ControlNets in each stack that ran as one."""
-    found, run = [], control_stack._run
-    monkeypatch.setattr(control_stack, "_run", lambda chain, *rest: found.append(len(chain)) or run(chain, *rest))
-    return found
 
 
 @slow.when("an engine node for each row", but=["the first is patched"])
@@ -223,8 +201,7 @@ def vae_library(vae_files: Path, tmp_path_factory: pytest.TempPathFactory) -> Li
 
 
 def built_vae(network: NativeNetwork, library: Library, backend: str) -> None:
-    order = BuildOrder(network, "float32", vae_profile(network), backends()[backend])
-    build_engine(order, library, lambda *_: None, run=run_here)
+    built_here(network, library, backend, vae_profile(network))
 
 
 def loaded_vae(file: Path) -> VAE:
@@ -251,18 +228,6 @@ def called(patcher: Any, vae: VAE) -> torch.Tensor:
 def of_network(vae: VAE) -> torch.Tensor:
     """The picture that the network itself gives."""
     return vae.first_stage_model.decode(torch.randn(1, 4, 16, 16, generator=torch.Generator().manual_seed(1)))
-
-
-def vae_patch(patcher: Any) -> None:
-    packs.patch(patcher, of="taesd_decoder")
-
-
-def vae_layer(patcher: Any) -> None:
-    packs.put_layer(patcher, "taesd_decoder.1")
-
-
-def vae_injection(patcher: Any) -> None:
-    packs.put_in(patcher, "taesd_decoder.1")
 
 
 def vae_clone(vae: VAE, change: Callable[[Any], None]) -> torch.Tensor:
@@ -300,14 +265,16 @@ def nothing(_patcher: Any) -> None:
     """Leave a patcher as it is."""
 
 
+PATCH, LAYER = partial(packs.patch, of="taesd_decoder"), partial(packs.put_layer, name="taesd_decoder.1")
+INJECTION = partial(packs.put_in, name="taesd_decoder.1")
 VAE_WAYS = (vae_clone, vae_copy, vae_deep_copy, vae_in_place, vae_gone)
 
 
 @pytest.mark.fault("another pack patches a VAE's weights behind its engine node",
                    see="normal speed: *weights patched* or *model patched*")
 @pytest.mark.parametrize(("way", "change"), [
-    *((way, vae_patch) for way in VAE_WAYS), *((way, vae_layer) for way in VAE_WAYS),
-    (vae_clone, vae_injection), (vae_copy, vae_injection), (vae_in_place, vae_injection)])
+    *((way, PATCH) for way in VAE_WAYS), *((way, LAYER) for way in VAE_WAYS),
+    *((way, INJECTION) for way in (vae_clone, vae_copy, vae_in_place))])
 def test_patches_on_a_vaes_weights_act_as_in_native(
     vae_files: Path, vae_library: Library, way: Callable, change: Callable
 ) -> None:
@@ -337,25 +304,6 @@ def test_a_compiled_vae_has_the_weights_of_the_patcher_that_is_loaded(vae_files:
     built_vae(network, library, "torch")
     handle = EngineHandle.look_up(network, EngineChoice(vae_profile(network), backend="torch"), library, "vae")
     backed = vae_with_engines(vae, {Role.VAE_DECODER: handle})
-    for way, change in ((vae_clone, vae_patch), (vae_copy, vae_layer), (vae_copy, nothing), (vae_in_place, vae_patch)):
+    for way, change in ((vae_clone, PATCH), (vae_copy, LAYER), (vae_copy, nothing), (vae_in_place, PATCH)):
         assert error(way(backed, change), way(plain, change)) <= LIMIT
         assert handle.stats.engine + handle.stats.native == 1
-
-
-# -- a real server
-
-
-LORA = ("TestControlLora", {"name": "tiny_sd15_lora.safetensors", "strength": 0.8})
-
-
-def test_a_nodes_lora_for_a_controlnet_acts_behind_the_engine_node(sd15: ComfyProcess) -> None:
-    patched = Scenario(controls=(replace(A, after=[LORA]),), steps=3)
-    plain = patched.but(controls=(A,))
-    assert relative_difference(native_latent(sd15, patched), native_latent(sd15, plain)) > 1e-3
-    for scenario, reasons in ((patched, {"weights patched"}), (plain, set()), (patched, {"weights patched"})):
-        compared = compare(sd15, scenario)
-        assert compared.error <= LIMIT
-        row = compared.controlnets["tiny_sd15_a"]
-        assert (row["native"] if reasons else row["engine"]) > 0, row["details"]
-        assert set(row["reasons"]) == reasons
-        assert compared.unet["native"] == 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from types import SimpleNamespace
 
@@ -31,13 +30,31 @@ from scenarios import prompt as prompt_of
 CPU = torch.device("cpu")
 
 
-def stats(calls: str) -> CallStats:
-    row = CallStats("unet", "a.safetensors", "1", "2")
+class Clock:
+    """Stands in for measured times."""
+
+    def __init__(self, *ms: float):
+        self._ms = ms
+
+    def ms(self) -> list[float]:
+        return list(self._ms)
+
+
+NONE = (Reason.NO_ENGINE, "none for this model")
+
+
+def stats(
+    calls: str, *ms: float, name: str = "a", kind: str = "unet", node: str = "1", sampler: str = "2",
+    backend: str = "onnxruntime", why: tuple[Reason, str] = NONE,
+) -> CallStats:  # fmt: skip
+    """A network's calls, on its engine (e) or native (n), and how long they took."""
+    row = CallStats(kind, f"{name}.safetensors", node, sampler)
     for call in calls:
         if call == "e":
-            row.count_engine("onnxruntime")
+            row.count_engine(backend)
         else:
-            row.count_native(Fallback(Reason.NO_ENGINE))
+            row.count_native(Fallback(*why))
+    row.times = Clock(*ms) if ms else None
     return row
 
 
@@ -46,11 +63,6 @@ def test_a_plot_of_nothing_and_of_very_many_calls_is_an_image() -> None:
     image = plot([stats("e" * 5000)])
     assert image.shape[2] == WIDTH
     assert 0 <= float(image.min()) < float(image.max()) <= 1
-
-
-def test_calls_are_json() -> None:
-    data = json.loads(json.dumps(stats("een").to_json()))
-    assert (data["calls"], data["engine"], data["native"]) == ("een", 2, 1)
 
 
 def test_the_last_run_of_a_node_is_the_latest_prompt_that_called_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -79,16 +91,6 @@ def test_the_page_is_told_the_longest_prompt_that_an_engine_was_not_built_for(
     assert longest_prompt("key", "sd15_unet") == 462
     assert longest_prompt("key", "zimage") == 462 * 32, "a family that counts groups of tokens"
     assert longest_prompt("key", "") == 0, "of no family yet"
-
-
-class Clock:
-    """Stands in for measured times."""
-
-    def __init__(self, *ms: float):
-        self._ms = ms
-
-    def ms(self) -> list[float]:
-        return list(self._ms)
 
 
 def test_calls_are_timed_in_their_order_and_those_that_raise_are_not() -> None:
@@ -123,9 +125,7 @@ def test_calls_on_a_gpu_are_timed_without_waiting_for_it() -> None:
 
 
 def test_cells_are_as_high_as_their_calls_were_long_and_the_first_stands_apart() -> None:
-    row = stats("eeenn")
-    row.times = Clock(900.0, 10.0, 5.0, 10.0, 500.0)
-    image = plot([row])[0]
+    image = plot([stats("eeenn", 900.0, 10.0, 5.0, 10.0, 500.0)])[0]
     heights = []
     for (left, right), shade in zip(cells(5), [ENGINE_COLOUR] * 3 + [NATIVE_COLOUR] * 2, strict=True):
         rgb = torch.tensor([int(shade[j : j + 2], 16) / 255 for j in (1, 3, 5)])
@@ -140,17 +140,9 @@ def test_cells_are_as_high_as_their_calls_were_long_and_the_first_stands_apart()
 
 def two(engine: str, *reasons: tuple[Reason, str]) -> list[CallStats]:
     """A UNet with calls on its engine and ControlNets that ran native."""
-    rows = [stats(engine)]
-    for i, (reason, detail) in enumerate(reasons):
-        row = CallStats("controlnet", f"nets/net_{i}.safetensors", str(3 + i), "2")
-        for _ in range(4):
-            row.count_native(Fallback(reason, detail))
-        row.times = Clock(2000.0, 100.0, 100.0, 100.0)
-        rows.append(row)
-    return rows
-
-
-NONE = (Reason.NO_ENGINE, "none for this model")
+    return [stats(engine), *(
+        stats("nnnn", 2000.0, 100.0, 100.0, 100.0, name=f"nets/net_{i}", kind="controlnet", node=str(3 + i), why=why)
+        for i, why in enumerate(reasons))]  # fmt: skip
 
 
 @pytest.mark.parametrize(("rows", "first"), [
@@ -167,16 +159,12 @@ def test_the_first_line_says_how_many_networks_ran_on_engines_and_what_to_do(row
 
 
 def test_a_run_that_was_all_on_engines_says_how_long_they_took() -> None:
-    rows = two("eeee", NONE)[:1]
-    rows[0].times = Clock(1400.0, 100.0, 100.0, 100.0)
-    assert report_text(rows).splitlines() == [
+    assert report_text([stats("eeee", 1400.0, 100.0, 100.0, 100.0)]).splitlines() == [
         "Accelerated: 1 of 1 model, 1.7 s in all", "a: 4 on onnxruntime, 100 ms each, first 1.4 s"]
 
 
 def test_engines_that_were_timed_when_they_were_built_say_how_much_faster_they_are() -> None:
-    unet, net = two("eeee", NONE)[0], CallStats("controlnet", "net.safetensors", "3", "2")
-    for _ in range(2):
-        net.count_engine("torch")
+    unet, net = stats("eeee"), stats("ee", name="net", kind="controlnet", node="3")
     unet.proof, net.proof = (10.0, 30.0), (5.0, 5.0)
     assert str(verdict([unet, net])) == "Accelerated: 2 of 2 models, about 2.6x faster than without"
     net.proof = None
@@ -184,32 +172,24 @@ def test_engines_that_were_timed_when_they_were_built_say_how_much_faster_they_a
 
 
 def test_a_network_that_two_samplers_call_counts_once_and_one_that_none_calls_not_at_all() -> None:
-    twice = [CallStats("unet", "a.safetensors", "1", sampler) for sampler in ("2", "7")]
-    for row in twice:
-        row.count_native(Fallback(*NONE))
-    found = verdict([*twice, CallStats("controlnet", "b.safetensors", "5", "2")])
+    idle = stats("", name="b", kind="controlnet", node="5")
+    found = verdict([stats("n"), stats("n", sampler="7"), idle])
     assert (found.networks, found.on_engines, found.missing) == (1, 0, ["1"])
 
 
 def test_what_bounds_the_step_counts_all_samplers_of_a_network() -> None:
     """A second pass without the ControlNet is short, and adds to what the UNet took in the first."""
-    rows, unet, net = [], ("unet", "a"), ("controlnet", "net")
-    for (kind, name), sampler, ms in ((unet, "2", 100.0), (net, "2", 50.0), (unet, "7", 10.0)):
-        row = CallStats(kind, f"{name}.safetensors", name, sampler)
-        for _ in range(4):
-            row.count_engine("onnxruntime")
-        row.times = Clock(*[ms] * 4)
-        rows.append(row)
+    net = stats("eeee", *[50.0] * 4, name="net", kind="controlnet", node="3")
+    rows = [stats("eeee", *[100.0] * 4), net, stats("eeee", *[10.0] * 4, sampler="7")]
     assert report_text(rows).splitlines()[-1] == "Slowest part: a (69 %)"
 
 
 def test_a_unet_that_ran_beside_its_controlnets_is_told_so_and_none_is_said_to_bound_the_step() -> None:
-    rows = [CallStats("unet", "a.safetensors", "1", "2"), CallStats("controlnet", "net.safetensors", "3", "2")]
-    for number, row in enumerate(rows):
-        for call in range(4):
-            row.count_engine("torch", beside=not number and call > 1)
-        row.times = Clock(*[8.9 - 5 * number] * 4)
-    assert report_text(rows).splitlines() == [
+    net = stats("eeee", *[3.9] * 4, name="net", kind="controlnet", node="3", backend="torch")
+    unet = stats("ee", *[8.9] * 4, backend="torch")
+    for _ in range(2):
+        unet.count_engine("torch", beside=True)
+    assert report_text([unet, net]).splitlines() == [
         "Accelerated: 2 of 2 models, 51 ms in all",
         "a: 4 on torch, 8.9 ms each beside its ControlNets",
         "net: 4 on torch, 3.9 ms each"]
@@ -244,7 +224,7 @@ def timed_and_not(sd15: ComfyProcess) -> list[tuple[dict, str, float]]:
     return found
 
 
-def test_each_call_has_its_time_and_together_they_are_the_sampling(timed_and_not: list) -> None:
+def test_each_call_has_its_time_and_together_they_are_the_sampling(sd15: ComfyProcess, timed_and_not: list) -> None:
     report, text, prompt_ms = timed_and_not[1]
     assert len(report["rows"]) == 3
     for row in report["rows"]:
@@ -260,6 +240,9 @@ def test_each_call_has_its_time_and_together_they_are_the_sampling(timed_and_not
     assert text.startswith("Accelerated: 3 of 3 models")
     assert text.count(" each") == 3
     assert (report["networks"], report["on_engines"], report["missing"]) == (3, 3, [])
+    assert {row["calls"] for row in report["rows"]} == {"eeee"}
+    assert "slower" not in text
+    assert "please report" not in sd15.log_text(), "this ComfyUI has no complaint"
 
 
 def test_with_timing_off_nothing_is_measured(timed_and_not: list) -> None:

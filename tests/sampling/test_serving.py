@@ -10,8 +10,6 @@ import fake_engine
 import pytest
 import torch
 from builds import main_file
-from comfy import model_management
-from comfy.controlnet import ControlNet
 from fake_recorder import Recorder
 from hybrid_trt.architectures import architecture_of
 from hybrid_trt.architectures.calls import EngineCall, RequestedCalls
@@ -29,7 +27,6 @@ from hybrid_trt.engine_library.engine import describe_files, relative_error
 from hybrid_trt.engine_library.manifest import MANIFEST_NAME
 from hybrid_trt.page_api import node_states, outlook
 from hybrid_trt.sampling.call_stats import CallStats
-from hybrid_trt.sampling.controlnet import back_with_engine
 from hybrid_trt.sampling.engine_handle import EngineChoice, EngineHandle
 from hybrid_trt.sampling.engine_status import lacks_engine, status
 from hybrid_trt.sessions.file_session import FileSession, file_session
@@ -203,7 +200,7 @@ def test_a_library_that_cannot_be_read_is_a_fallback(tmp_path: Path, monkeypatch
     def gone(*_: Any) -> None:
         raise PermissionError(13, "the share is gone")
 
-    monkeypatch.setattr(handle.library, "find_all", gone)
+    monkeypatch.setattr(handle.library, "find", gone)
     handle.refresh()
     assert handle.session is None
     assert "the share is gone" in handle.fallback.detail
@@ -212,25 +209,30 @@ def test_a_library_that_cannot_be_read_is_a_fallback(tmp_path: Path, monkeypatch
 def compiled_engine(net: NativeNetwork, folder: Path, created: str) -> Engine:
     """An engine of the torch backend with a file for the opt sizes, which no test opens for real."""
     library = Library([folder])
-    building = library.building_folder()
     used = {d.symbol for spec in net.architecture().inputs(net.module, "float32") for d in spec.dims
             if not isinstance(d, int)}
     name = file_name({symbol: size for symbol, size in OPT.items() if symbol in used})
-    (building / name).write_bytes(created.encode())
     identity = EngineIdentity("sd15_unet", TORCH.weights(net), "float32", PROFILE.only(used), "torch", TORCH.version(),
                               TORCH.target(CPU))
     specs = architecture_of(net.module)
-    return library.publish(building, Manifest(
-        identity, "unet", net.label, tuple(specs.inputs(net.module, "float32")),
-        tuple(specs.outputs(net.module, "float32")), describe_files(building, [name]), created=created))
+    with library.building_folder() as building:
+        (building / name).write_bytes(created.encode())
+        return library.publish(building, Manifest(
+            identity, "unet", net.label, tuple(specs.inputs(net.module, "float32")),
+            tuple(specs.outputs(net.module, "float32")), describe_files(building, [name]), created=created))
 
 
 def lacking(session: LiveSession) -> list:
     return TORCH.to_build(network("unet", "unlike_levels"), RequestedCalls(PROFILE), session.engines)
 
 
+@pytest.fixture
+def wish() -> outlook.NodeRequest:
+    return outlook.NodeRequest("unet", network("unet", "unlike_levels").label, False, "torch")
+
+
 def test_an_engine_that_cannot_be_opened_is_told_and_wanted_anew_and_tried_again_when_it_was_built_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wish: outlook.NodeRequest
 ) -> None:
     net, opened = network("unet", "unlike_levels"), []
 
@@ -238,17 +240,23 @@ def test_an_engine_that_cannot_be_opened_is_told_and_wanted_anew_and_tried_again
         opened.append(engine.manifest.created)
         raise OSError("the disk is gone")
 
-    monkeypatch.setattr(type(TORCH), "open_live", refuse)
     monkeypatch.setattr(type(TORCH), "cannot_build", lambda *_: None)
-    live, given = LiveSession(net, TORCH, "float32", Recorder()), inputs_of(net)
-    live.use([compiled_engine(net, tmp_path, "first")])
+    engine = compiled_engine(net, tmp_path, "first")
+    handle, states = handle_of(net, tmp_path), node_states.NodeStates(Library([tmp_path]), BuildQueue())
+    states.learn("key", handle)
+    live, given = handle.session, inputs_of(net)
     assert not lacking(live)
+    assert states.state("key", wish)["state"] == "ready"
+    monkeypatch.setattr(type(TORCH), "open_live", refuse)
     with torch.inference_mode():
         for _ in range(2):
-            assert relative_error(live.run(given)["out"], native(net, given)[0]) <= 1e-5
+            result = handle.serve(None, lambda: EngineCall(dict(given), dict))[1]["out"]
+            assert relative_error(result, native(net, given)[0]) <= 1e-5
     assert opened == ["first"]
-    assert "the disk is gone" in live.status(PROFILE)
     assert lacking(live)
+    told = states.state("key", wish)
+    assert (told["state"], told["engine"]["name"]) == ("stale", engine.folder.name)
+    assert all("the disk is gone" in words for words in (live.status(PROFILE), live.refusal, told["text"]))
     later = LiveSession(with_lora(net), TORCH, "float32", Recorder())
     later.use(Library([tmp_path]).engines())
     assert lacking(later), "another session knows it too"
@@ -262,35 +270,12 @@ def test_an_engine_that_cannot_be_opened_is_told_and_wanted_anew_and_tried_again
     assert opened == ["first", "second"]
 
 
-def test_a_nodes_state_on_the_page_tells_of_an_engine_that_was_not_opened(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(*_: Any) -> None:
-        raise OSError("the disk is gone")
-
-    net = network("unet", "unlike_levels")
-    engine = compiled_engine(net, tmp_path, "once")
-    handle, states = handle_of(net, tmp_path), node_states.NodeStates(Library([tmp_path]), BuildQueue())
-    states.learn("key", handle)
-    wish = outlook.NodeRequest("unet", net.label, False, "torch")
-    assert states.state("key", wish)["state"] == "ready"
-    monkeypatch.setattr(type(TORCH), "open_live", refuse)
-    with torch.inference_mode():
-        handle.serve(None, lambda: EngineCall(inputs_of(net), dict))
-    told = states.state("key", wish)
-    assert told["state"] == "stale"
-    assert told["engine"]["name"] == engine.folder.name
-    assert "the disk is gone" in told["text"]
-    assert "the disk is gone" in handle.session.refusal
-
-
 def test_a_run_from_before_the_engine_was_published_is_told_no_more(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wish: outlook.NodeRequest
 ) -> None:
     net = network("unet", "unlike_levels")
     engine = compiled_engine(net, tmp_path, "once")
     states = node_states.NodeStates(Library([tmp_path]), BuildQueue())
-    wish = outlook.NodeRequest("unet", net.label, False, "")
     states.learn("key", handle_of(net, tmp_path))
     row = CallStats("unet", "m", "1", "5", native=4, reasons={Reason.NO_ENGINE.value: 4}, node_key="key")
     monkeypatch.setattr(node_states, "last_run", lambda key: ("prompt", [row]))
@@ -302,30 +287,6 @@ def test_a_run_from_before_the_engine_was_published_is_told_no_more(
         assert answer["state"] == "ready"
         told[seconds] = answer["run"] and answer["run"]["native"]
     assert told == {-1: None, 1: 4}
-
-
-# Native weights of a ControlNet
-
-
-def test_native_weights_of_a_controlnet_that_comfyui_took_in_between_are_loaded_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """One execution of a node may sample many tiles, and load an upscaler between them."""
-    net = ControlNet(network("controlnet", "unlike_levels").module, load_device=CPU)
-    handle = handle_of(NativeNetwork.of_controlnet(net, "n"), tmp_path, "onnxruntime")
-    assert handle.fallback.reason is Reason.NO_ENGINE
-    model = back_with_engine(net, handle).control_model
-    loads = []
-    load = model_management.load_models_gpu
-    monkeypatch.setattr(model_management, "load_models_gpu", lambda models: (loads.append(models), load(models)))
-    given = inputs_of(handle.network)
-    for evicts in (False, False, True, False):
-        with torch.inference_mode():
-            model(**given)
-        assert any(loaded is model.native_patcher for loaded in model_management.loaded_models())
-        if evicts:
-            model_management.free_memory(1e30, CPU)
-    assert len(loads) == 2
 
 
 # What auto takes

@@ -1,4 +1,4 @@
-"""MultiGPU CFG Split: each GPU's copy of the UNet runs on an engine of its own, or natively with a reason.
+"""Several GPUs, or several models in one node: each call runs on an engine of its own, or natively with a reason.
 
 The second GPU is a double, the CPU under another name. What only GPUs show is in ``test_two_gpus_gpu.py``.
 """
@@ -15,19 +15,20 @@ from typing import Any
 
 import comfy.multigpu
 import pytest
+import slow
 import torch
-from any_weights import lora
 from comfy import model_management
 from comfy.controlnet import ControlNet
 from comfy.model_patcher import ModelPatcher
 from comfy.patcher_extension import WrappersMP
 from hybrid_trt.backends.torch_inductor.session import LiveSession
 from hybrid_trt.engine_library import Library, Reason
+from hybrid_trt.nodes.sampler_patch import _for_model
 from hybrid_trt.sampling.engine_handle import EngineHandle
-from hybrid_trt.sampling.model_wrapper import KEY, BackboneRouter
+from hybrid_trt.sampling.model_wrapper import KEY, BackboneRouter, patch_model
 from hybrid_trt.sessions.file_session import FileSession
 from memory_fixtures import Controlled, controlnet, file, files, library, nothing_loaded
-from patched import LIMIT, NAME, PROFILE, Patched, gone, load, sampling_node
+from patched import LIMIT, NAME, PROFILE, Patched, gone, load, sampling_node, spoil, with_lora
 from second_device import SECOND, split, two_devices
 
 from sampling import STEPS, error, sample
@@ -39,12 +40,14 @@ CALLS = 2 * STEPS
 
 
 class Split:
-    """A model with an engine, and its copy on a second GPU."""
+    """A model with an engine, and its copy on a second GPU: made before, between or after our nodes."""
 
-    def __init__(self, file: Path, library: Library, backend: str = "onnxruntime"):
-        self.file = file
-        self.patched = Patched(load(file), library, backend)
-        self.model = split(self.patched.model)
+    def __init__(self, file: Path, library: Library, backend: str = "onnxruntime", place: str = "after"):
+        self.file, native = file, load(file)
+        self.patched = Patched(split(native) if place == "before" else native, library, backend)
+        if place == "between":
+            self.patched.model = patch_model(split(native), self.patched.handle)
+        self.model = split(self.patched.model) if place == "after" else self.patched.model
 
     def sample(self, model: ModelPatcher | None = None, **options: Any) -> torch.Tensor:
         with sampling_node():
@@ -52,11 +55,6 @@ class Split:
 
     def natively(self, **options: Any) -> torch.Tensor:
         return sample(split(load(self.file)), **options)
-
-    def with_lora(self, model: ModelPatcher) -> ModelPatcher:
-        patched = model.clone()
-        assert patched.add_patches(lora(self.patched.handle.network, 7), 1.0)
-        return patched
 
     @property
     def router(self) -> BackboneRouter:
@@ -75,12 +73,14 @@ def both(file: Path, library: Library) -> Iterator[Split]:
     made.model.set_additional_models("multigpu", [])
 
 
-@pytest.mark.parametrize(("backend", "kind"), [("onnxruntime", FileSession), ("torch", LiveSession)])
-def test_each_gpu_has_an_engine_of_its_own_and_the_picture_is_natives(
-    file: Path, library: Library, backend: str, kind: type, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("backend", "kind", "place"), [
+    ("onnxruntime", FileSession, "after"), ("torch", LiveSession, "after"), ("onnxruntime", FileSession, "before"),
+    ("onnxruntime", FileSession, "between")])  # fmt: skip
+def test_each_gpu_has_an_engine_of_its_own_which_stays_open_and_the_picture_is_natives(
+    file: Path, library: Library, backend: str, kind: type, place: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    both, calls = Split(file, library, backend), []
-    run = kind.run
+    both, calls = Split(file, library, backend, place), []
+    run, open_ones = kind.run, []
 
     def counted(self: Any, *rest: Any) -> dict[str, torch.Tensor]:
         calls.append((self, threading.get_ident()))
@@ -97,16 +97,11 @@ def test_each_gpu_has_an_engine_of_its_own_and_the_picture_is_natives(
         assert {session.device for session in sessions} == {torch.device("cpu"), SECOND}
         assert len(threads) == 2
         assert threading.get_ident() not in threads
-
-
-def test_the_engine_of_a_second_gpu_stays_open_from_run_to_run(both: Split) -> None:
-    both.sample()
-    session = both.second.session
-    assert session.loaded
-    both.sample(seed=2)
-    assert both.second.session is session
-    assert session.loaded
-    assert both.patched.handle.stats.reopened == 0
+        assert both.patched.handle.stats.reopened == 0
+        assert all(session.loaded for session in sessions)
+        open_ones.append(sessions)
+    assert open_ones[0] == open_ones[1]
+    both.model.set_additional_models("multigpu", [])
 
 
 @pytest.mark.fault("an engine gives values that are no numbers (NaN) on one of several GPUs",
@@ -116,15 +111,7 @@ def test_native_does_the_run_again_on_all_gpus_when_an_engine_of_one_gives_no_nu
     both: Split, which: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     both.sample(seed=5)
-    session = (both.patched.handle if which == "first" else both.second).session
-    run = session.run
-
-    def broken(*args: Any) -> dict[str, torch.Tensor]:
-        results = run(*args)
-        next(iter(results.values())).view(-1)[7] = float("nan")
-        return results
-
-    monkeypatch.setattr(session, "run", broken)
+    spoil((both.patched.handle if which == "first" else both.second).session, monkeypatch)
     latent = both.sample()
     assert latent.isfinite().all()
     assert error(latent, both.natively()) <= LIMIT
@@ -147,26 +134,20 @@ def test_a_gpu_without_an_engine_runs_native_with_a_reason_and_the_others_run_on
 
 
 @pytest.mark.fault("a LoRA stands behind the engine of several GPUs", see="normal speed on all: *weights patched*")
-def test_a_lora_behind_the_engine_acts_as_in_native_on_each_gpu(both: Split) -> None:
-    latent = both.sample(both.with_lora(both.model))
-    assert error(latent, sample(both.with_lora(split(load(both.file))))) <= LIMIT
-    assert error(latent, both.natively()) > 100 * LIMIT
-    assert both.patched.counts == (0, CALLS)
-    assert both.patched.handle.stats.reasons == {Reason.WEIGHTS_PATCHED.value: CALLS}
-    assert error(both.sample(), both.natively()) <= LIMIT
-    assert both.patched.counts == (CALLS, 0)
-
-
-@pytest.mark.slow
-def test_live_weights_follow_a_lora_on_each_gpu(file: Path, library: Library) -> None:
-    both = Split(file, library, "torch")
-
+@slow.when("torch")
+@pytest.mark.parametrize("backend", ["onnxruntime", "torch"])
+def test_a_lora_behind_the_engine_acts_as_in_native_on_each_gpu(file: Path, library: Library, backend: str) -> None:
+    """Live weights follow it."""
+    both = Split(file, library, backend)
     both.sample()
-    latent = both.sample(both.with_lora(both.model))
-    assert error(latent, sample(both.with_lora(split(load(file))))) <= LIMIT
+    latent = both.sample(with_lora(both.model))
+    assert error(latent, sample(with_lora(split(load(file))))) <= LIMIT
     assert error(latent, both.natively()) > 100 * LIMIT
-    assert both.patched.counts == (CALLS, 0)
+    live = backend == "torch"
+    assert both.patched.counts == ((CALLS, 0) if live else (0, CALLS))
+    assert both.patched.handle.stats.reasons == ({} if live else {Reason.WEIGHTS_PATCHED.value: CALLS})
     assert error(both.sample(), both.natively()) <= LIMIT
+    assert both.patched.counts == (CALLS, 0)
 
 
 def test_without_the_split_the_model_runs_as_before_and_its_copies_may_go(both: Split) -> None:
@@ -248,16 +229,51 @@ def test_native_does_the_run_again_when_a_controlnets_engine_on_one_gpu_gives_no
     both = Split(files[NAME], library, "torch")
     controlled = Controlled(both.patched.native, controlnet, library)
     both.sample(seed=5, control=controlled.net)
-    session = controlled.net.control_model.on_gpus[SECOND].handle.session
-    run = session.run
-
-    def broken(*args: Any) -> dict[str, torch.Tensor]:
-        results = run(*args)
-        next(iter(results.values())).view(-1)[7] = float("nan")
-        return results
-
-    monkeypatch.setattr(session, "run", broken)
+    spoil(controlled.net.control_model.on_gpus[SECOND].handle.session, monkeypatch)
     latent = both.sample(control=controlled.net)
     assert error(latent, both.natively(control=controlled.plain)) <= LIMIT
     assert both.patched.counts == (CALLS, CALLS)
     assert (controlled.handle.stats.engine, controlled.handle.stats.native) == (CALLS, CALLS)
+
+
+# Several models in one execution of a node
+
+
+@pytest.mark.parametrize("engine_of", ["this model", "the file loaded again"])
+def test_two_runs_in_one_execution_have_each_their_own_lora(file: Path, library: Library, engine_of: str) -> None:
+    engine, model = Patched(load(file), library, "torch"), load(file)
+    handle, refusal = (engine.handle, None) if engine_of == "this model" else _for_model(model, engine.handle)
+    model = patch_model(engine.native if engine_of == "this model" else model, handle, refusal)
+    natives = [sample(with_lora(load(file), strength)) for strength in (0.4, 1.0, 0.0)]
+    assert min(error(natives[0], other) for other in natives[1:]) > 0.05
+    with sampling_node():
+        for strength, native in zip((0.4, 1.0, 0.0, 0.4), [*natives, natives[0]], strict=True):
+            assert error(sample(with_lora(model, strength)), native) <= LIMIT
+    assert (handle.stats.engine, handle.stats.native) == (4 * STEPS, 0)
+
+
+def other_weights(model: ModelPatcher) -> ModelPatcher:
+    """The model as another checkpoint of its kind has it."""
+    for parameter in model.model.diffusion_model.parameters():
+        parameter.data.mul_(0.9)
+    return model
+
+
+def test_two_runs_in_one_execution_have_each_their_own_model(file: Path, library: Library) -> None:
+    both = [Patched(model, library, "torch") for model in (load(file), other_weights(load(file)))]
+    natives = [sample(load(file)), sample(other_weights(load(file)))]
+    assert error(*natives) > 0.05
+    with sampling_node():
+        for number in (0, 1, 0):
+            assert error(sample(both[number].model), natives[number]) <= LIMIT
+
+
+@pytest.mark.parametrize("place", ["before the engine node", "after the sampler patch"])
+def test_a_lora_for_clip_alone_leaves_the_model_its_engine(file: Path, library: Library, place: str) -> None:
+    """ComfyUI adds its patches to the model all the same, at strength 0."""
+    patched = Patched(with_lora(load(file), 0.0) if place.startswith("before") else load(file), library)
+    assert patched.native.patches or place.startswith("after")
+    if place.startswith("after"):
+        patched.model = with_lora(patched.model, 0.0)
+    assert error(patched.sample(), sample(load(file))) <= LIMIT
+    assert patched.counts == (STEPS, 0)

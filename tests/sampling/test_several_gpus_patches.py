@@ -25,9 +25,9 @@ from comfy.utils import load_torch_file
 from fun import GIVEN, TWO_ONE
 from given_frames import Given, apart, image, prompts, streamed
 from hybrid_trt.backends.torch_inductor.session import LiveSession
-from hybrid_trt.comfy_model import patches_on_gpus
 from hybrid_trt.engine_library import Library, Reason
 from hybrid_trt.engine_library.engine import relative_error
+from hybrid_trt.sampling import several_gpus
 from hybrid_trt.sampling.engine_handle import EngineHandle
 from hybrid_trt.sampling.model_wrapper import KEY
 from hybrid_trt.streaming.frames import Frame, Settings
@@ -166,8 +166,8 @@ def test_values_that_another_node_writes_into_the_patch_are_followed_on_each_gpu
 def test_a_network_of_a_patch_is_copied_once_for_all_its_images_and_strengths(
     family: Family, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made, copied = [], patches_on_gpus.native_copy
-    monkeypatch.setattr(patches_on_gpus, "native_copy", lambda network: (made.append(network), copied(network))[1])
+    made, copied = [], several_gpus.native_copy
+    monkeypatch.setattr(several_gpus, "native_copy", lambda network: (made.append(network), copied(network))[1])
     for strength, seed in ((0.7, 2), (1.0, 3)):
         shown = fun.picture(seed, 90, 70)  # of another size than the picture
         native = family.behind(family.model, family.networks[0], shown, strength=strength)

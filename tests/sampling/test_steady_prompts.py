@@ -12,12 +12,10 @@ import torch
 import zimage
 from comfy.conds import CONDCrossAttn, CONDRegular
 from comfy.patcher_extension import WrappersMP
-from hybrid_trt.backends import backends
-from hybrid_trt.engine_builder.build import build_engine, run_here
-from hybrid_trt.engine_builder.order import BuildOrder
 from hybrid_trt.engine_library import Library
 from hybrid_trt.engine_library.engine import relative_error
 from hybrid_trt.sampling.run_inputs import KEPT_RESULTS, SteadyTensors, steady
+from patched import built_here
 
 LIMIT = 1e-5
 STEPS = 4
@@ -76,8 +74,7 @@ def test_prompts_are_encoded_once_per_run_and_the_latent_is_natives(
 def test_an_engine_of_files_encodes_them_once_per_run_too(patched: zimage.Patched, tmp_path: Path) -> None:
     library = Library([tmp_path])
     network, choice = patched.handle.network, patched.handle.choice
-    order = BuildOrder(network, "float32", choice.profile, backends()["onnxruntime"])
-    build_engine(order, library, lambda *_: None, run=run_here)
+    built_here(network, library, profile=choice.profile)
     served = zimage.Patched(patched.native, library, "onnxruntime")
     for number, given in enumerate([(conds(A), conds(B)), (conds(B), conds(A))], start=1):
         assert relative_error(served.sample(*given), zimage.sample(patched.native, *given)) <= LIMIT

@@ -2,21 +2,13 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import pytest
-from drawn_workflows import drawn, subgraph, wires
-from hybrid_trt.saved_workflows.accelerate import accelerate, remove
+from drawn_workflows import accelerated, drawn, restored, subgraph, wires
 from hybrid_trt.saved_workflows.graph import Workflow
 
 SAMPLED = subgraph({"s": "Sampler"}, "in.0 s.0, s.0 out.0", "MODEL", "LATENT")
-
-
-def accelerated(data: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Return an accelerated copy, and the types of the nodes that were added."""
-    changed = copy.deepcopy(data)
-    return changed, [node["type"] for node in accelerate(Workflow(changed))]
 
 
 def broadcast(nodes: dict[str, str], wired: str, inside: dict[str, Any] | None = None) -> dict[str, Any]:
@@ -54,9 +46,7 @@ def test_a_model_that_the_page_wires_everywhere_gets_a_node_before(
     assert added == (["TRTAccelerate"] if before else [])
     assert [types[link.origin] for link in ours if types[link.target] == "TRTAccelerate"] == [before] * len(added)
     assert sorted(types[link.target] for link in ours if types[link.origin] == "TRTAccelerate") == behind
-    assert accelerated(changed)[1] == []
-    remove(Workflow(changed))
-    assert wires(changed) == wires(data)
+    assert restored(changed, data)
 
 
 def test_a_vae_that_the_page_wires_everywhere_goes_through_the_node_and_a_controlnet_through_its_own() -> None:
@@ -79,8 +69,7 @@ def test_what_the_page_wires_everywhere_makes_no_circle(wired: str) -> None:
     node = next(node for node in changed["nodes"] if node["type"] == "TRTAccelerate")
     assert [socket["name"] for socket in node["inputs"] if socket["link"] is not None] == ["model"]
     assert added[0] == "TRTAccelerate"
-    remove(Workflow(changed))
-    assert wires(changed) == wires(data)
+    assert restored(changed, data)
 
 
 def filtered(**filters: Any) -> dict[str, Any]:
@@ -124,8 +113,7 @@ def test_only_inputs_that_the_filters_let_through_count_as_fed(data: dict[str, A
     changed, added = accelerated(data)
     assert added == ["TRTAccelerate"] * feeds
     assert Workflow(changed).left_alone() == ""
-    remove(Workflow(changed))
-    assert wires(changed) == wires(data)
+    assert restored(changed, data)
 
 
 @pytest.mark.parametrize("data", [filtered(title_regex="(?<"), older(".*", "+model", ".*")], ids=["broken", "highway"])

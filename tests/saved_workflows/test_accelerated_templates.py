@@ -15,9 +15,6 @@ from hybrid_trt.saved_workflows.accelerate import accelerate
 from hybrid_trt.saved_workflows.graph import Workflow
 from hybrid_trt.saved_workflows.to_prompt import is_link, to_prompt
 from scenarios import CONDITIONING, SETTINGS, latent_of, node, relative_difference
-from shipped_workflows import object_info
-
-__all__ = ["object_info"]  # a fixture: pytest finds it by name
 
 SERVED = re.compile(rb'"[^"]*(?:sd_?xl|v1-5|sd_?1\.?5|dreamshaper)[^"/]*\.safetensors"', re.IGNORECASE)
 PACKAGES = Path(sysconfig.get_paths()["purelib"])

@@ -11,12 +11,10 @@ import slow
 from comfy_process import ComfyProcess
 from make_workflows import pack_version
 from scenarios import latent_of, relative_difference
-from shipped_workflows import FOLDER, NAMES, TITLES, TRANSFORMERS, object_info, shipped
+from shipped_workflows import FOLDER, NAMES, TITLES, TRANSFORMERS, shipped
 from tiny_prompts import without_text_encoders
 from workflow_recipes import with_tiny_models
 from workflow_to_prompt import VIRTUAL, Prompt, bypass, set_widget, to_prompt
-
-__all__ = ["object_info"]  # a fixture: pytest finds it by name
 
 #: Calls in four steps: of the UNet, and of all ControlNets together, each in its range.
 CALLS = {
@@ -137,15 +135,3 @@ def test_transformers_on_engines_make_the_picture_of_the_normal_model(
     rows = [report["unet"], *report["controlnets"]]  # a VAE has an engine after a build alone
     assert all(row["engine"] > 0 and row["native"] == 0 for row in rows), report
     assert len(report["controlnets"]) == (name == "flux1_controlnet")
-
-
-def test_engines_are_built_without_sampling(sd15: ComfyProcess, object_info: dict[str, Any]) -> None:
-    prompt = to_prompt(with_tiny_models(shipped("sd15_advanced"), object_info), object_info)
-    kinds = ("CheckpointLoaderSimple", "ControlNetLoader", "TRTUNetEngine", "TRTControlNetEngine")
-    prompt = {node: entry for node, entry in prompt.items() if entry["class_type"] in kinds}
-    engines = [node for node, entry in prompt.items() if entry["class_type"].startswith("TRT")]
-    assert len(engines) == 3
-    prompt |= {f"report {node}": {"class_type": "TRTReport", "inputs": {"after": [node, 0]}} for node in engines}
-    history = sd15.queue(prompt, timeout=300)
-    for node in (f"report {node}" for node in engines):
-        assert "64 to 512 px" in history.output(node, "text")[0]

@@ -14,7 +14,7 @@ from comfy import model_management
 from fake_recorder import Recorder
 from hybrid_trt.architectures.calls import ResidualLayout
 from hybrid_trt.architectures.fused_linear import FusedLinear
-from hybrid_trt.sessions import cuda_graphs, failed_capture
+from hybrid_trt.sessions import cuda_capture, cuda_graphs
 from hybrid_trt.sessions.cuda_graphs import GraphCache
 from small_networks import CPU
 
@@ -213,7 +213,7 @@ class Broken:
 
 def broken_off(body: Callable[[], None]) -> None:
     """Run a body as ``CudaCapture`` does when CUDA breaks the capture off."""
-    failed_capture.record(body, Broken(), Recorder.Replay(Recorder(), body), CPU, lambda: None)
+    cuda_capture.record(body, Broken(), Recorder.Replay(Recorder(), body), CPU, lambda: None)
 
 
 def failed(network: Network, error: Exception, while_capturing: bool) -> GraphCache:
@@ -253,8 +253,8 @@ def test_where_freeing_is_fatal_only_the_tensors_that_were_made_while_capturing_
     monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A double of cudaMallocAsync's rule. What stays holds no memory there."""
-    monkeypatch.setattr(failed_capture, "_frees_are_fatal", lambda _device: True)
-    monkeypatch.setattr(failed_capture, "_never_freed", stayed := [])
+    monkeypatch.setattr(cuda_capture, "_frees_are_fatal", lambda _device: True)
+    monkeypatch.setattr(cuda_capture, "_never_freed", stayed := [])
     network = Network()
     weight, alive = weakref.ref(network.weight), weakref.ref(network)
     failed(network, RuntimeError("operation not permitted"), while_capturing=True)
@@ -272,8 +272,8 @@ def test_where_freeing_is_fatal_only_the_tensors_that_were_made_while_capturing_
 def test_results_that_a_broken_capture_left_in_a_network_are_never_freed_where_that_is_fatal(
     fatal: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(failed_capture, "_frees_are_fatal", lambda _device: fatal)
-    monkeypatch.setattr(failed_capture, "_never_freed", [])
+    monkeypatch.setattr(cuda_capture, "_frees_are_fatal", lambda _device: fatal)
+    monkeypatch.setattr(cuda_capture, "_never_freed", [])
     fused = FusedLinear([torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)]).requires_grad_(False)
 
     with pytest.raises(RuntimeError, match="a previous error"):
@@ -281,7 +281,7 @@ def test_results_that_a_broken_capture_left_in_a_network_are_never_freed_where_t
     left = weakref.ref(fused._results[1])
     fused(0, torch.ones(1, 4))
     assert (left() is not None) == fatal
-    kept = {id(tensor) for tensor in failed_capture._never_freed}
+    kept = {id(tensor) for tensor in cuda_capture._never_freed}
     assert kept.isdisjoint(map(id, fused.parameters()))
 
 
@@ -289,8 +289,8 @@ def test_results_that_a_broken_capture_left_in_a_network_are_never_freed_where_t
 def test_what_was_captured_up_to_an_interrupt_runs_once_and_then_can_be_freed(
     runs: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(failed_capture, "_frees_are_fatal", lambda _device: True)
-    monkeypatch.setattr(failed_capture, "_never_freed", stayed := [])
+    monkeypatch.setattr(cuda_capture, "_frees_are_fatal", lambda _device: True)
+    monkeypatch.setattr(cuda_capture, "_never_freed", stayed := [])
     made, replays, left = [], [], []
 
     def body() -> None:
@@ -303,7 +303,7 @@ def test_what_was_captured_up_to_an_interrupt_runs_once_and_then_can_be_freed(
             raise RuntimeError("out of memory")
 
     with pytest.raises(model_management.InterruptProcessingException):
-        failed_capture.record(body, contextlib.nullcontext(), SimpleNamespace(replay=replay), CPU,
+        cuda_capture.record(body, contextlib.nullcontext(), SimpleNamespace(replay=replay), CPU,
                               lambda: left.append(True))  # fmt: skip
     assert replays == [1], "once, while its tensors are there"
     assert [tensor is made[0] for tensor in stayed] == ([] if runs else [True])
@@ -317,17 +317,6 @@ def test_layouts_of_inputs_and_results_are_kept() -> None:
     for _ in range(3):
         check(cache, x=random(2, 4, 6, 6).contiguous(memory_format=torch.channels_last))
     check(cache, x=random(2, 4, 6, 6).contiguous(memory_format=torch.channels_last))
-
-
-def test_a_steady_input_is_copied_only_when_another_tensor_comes() -> None:
-    cache = GraphCache(CPU, capture=Recorder(), steady=["hint"])
-    x, hint = random(2), random(3)
-    for _ in range(3):
-        cache.run(double_and_sum, {"x": x, "hint": hint})
-    before = cache.run(double_and_sum, {"x": x, "hint": hint})["sum"]
-    hint += 1  # not seen: the same object
-    assert torch.equal(cache.run(double_and_sum, {"x": x, "hint": hint})["sum"], before)
-    check(cache, x=x, hint=hint.clone())
 
 
 RESIDUALS = [f"residual_{i}" for i in range(57)]
@@ -391,14 +380,6 @@ def test_a_tensor_that_is_steady_under_one_name_is_copied_in_each_call_under_ano
     results = cache.run(double_and_sum, {"x": tensor, "y": tensor})
     assert torch.equal(results["double"], 2 * before)
     assert torch.equal(results["sum"][0], before.sum() + tensor.sum())
-
-
-def test_without_a_capture_everything_runs_plainly() -> None:
-    cache = GraphCache(CPU)
-    for _ in range(3):
-        check(cache, x=random(2))
-    assert len(cache) == 0
-    assert cache.bytes == 0
 
 
 def test_a_capture_that_the_user_interrupts_is_cleaned_up_and_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""A session of engine files whose backend can be captured: same numbers as plain calls, a runner to each graph."""
+"""A session of engine files: captured calls give the numbers of plain ones, a runner to each graph; zeros of inputs."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ import pytest
 import torch
 from fake_recorder import Recorder
 from hybrid_trt.architectures.shapes import Dim, TensorSpec
+from hybrid_trt.comfy_model.torch_kernels import strides_of
 from hybrid_trt.engine_library import Library, Reason, Unavailable
 from hybrid_trt.sessions.file_session import FileSession
+from hybrid_trt.sessions.zeros import Zeros
 
 CPU = torch.device("cpu")
 
@@ -100,3 +102,37 @@ def test_a_call_that_the_engine_was_not_built_for_tells_its_sizes(tmp_path: Path
         opened.run({"x": torch.ones(9, 4)})
     assert refused.value.fallback.reason is Reason.SHAPE_OUTSIDE_PROFILE
     assert refused.value.fallback.sizes == {"B": 9}
+
+
+def spec(name: str, *rest: int, dtype: str = "float32") -> TensorSpec:
+    return TensorSpec(name, dtype, (Dim("B"), *rest))
+
+
+SPECS = [spec("small", 4, 2, 2), spec("large", 4, 8, 8), spec("twin", 4, 2, 2),
+         spec("half", 4, dtype="float16")]  # fmt: skip
+
+
+def test_zeros_have_the_shape_dtype_and_layout_that_is_asked_for() -> None:
+    zeros = Zeros(
+        CPU, lambda shape: strides_of(shape, torch.channels_last if len(shape) == 4 else torch.contiguous_format)
+    )
+    found = zeros.of(SPECS, {"B": 2})
+    assert {name: (tuple(t.shape), t.dtype) for name, t in found.items()} == {
+        "small": ((2, 4, 2, 2), torch.float32), "large": ((2, 4, 8, 8), torch.float32),
+        "twin": ((2, 4, 2, 2), torch.float32), "half": ((2, 4), torch.float16),
+    }  # fmt: skip
+    assert not any(tensor.any() for tensor in found.values())
+    assert found["large"].is_contiguous(memory_format=torch.channels_last)
+    assert Zeros(CPU).of(SPECS, {"B": 2})["large"].is_contiguous()
+
+
+def test_all_zeros_of_a_dtype_lie_in_the_memory_of_the_largest_and_come_again() -> None:
+    zeros = Zeros(CPU)
+    found = zeros.of(SPECS, {"B": 2})
+    places = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in found.values()}
+    assert sorted(places.values()) == [2 * 4 * 2, 2 * 4 * 8 * 8 * 4]
+    assert all(again is found[name] for name, again in zeros.of(SPECS, {"B": 2}).items())
+    larger = zeros.of(SPECS[:1], {"B": 300})["small"]
+    assert larger.shape == (300, 4, 2, 2)
+    assert not larger.any()
+    assert not found["large"].any()

@@ -56,19 +56,16 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
     cuda_capture._handle.cache_clear()
 
 
-def test_what_graphs_keep_is_given_back_once_the_gpu_is_done(driver: Driver) -> None:
-    assert cuda_capture.give_back_graph_memory(GPU) == 64
-    assert (driver.trimmed, driver.synchronized) == ([7], 1)
-
-
-def test_nothing_is_waited_for_where_graphs_keep_nothing(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
-    driver.kept = 0
-    assert cuda_capture.give_back_graph_memory(GPU) == 0
-    driver.kept = 96
-    assert cuda_capture.give_back_graph_memory(torch.device("cpu")) == 0
-    monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "native")
-    assert cuda_capture.give_back_graph_memory(GPU) == 0
-    assert (driver.trimmed, driver.synchronized) == ([], 0)
+@pytest.mark.parametrize(("kept", "device", "allocator", "given_back"), [
+    (96, GPU, "cudaMallocAsync", 64), (0, GPU, "cudaMallocAsync", 0), (96, torch.device("cpu"), "cudaMallocAsync", 0),
+    (96, GPU, "native", 0)], ids=["graphs keep some", "graphs keep none", "a CPU", "another allocator"])  # fmt: skip
+def test_what_graphs_keep_is_given_back_once_the_gpu_is_done_and_else_nothing_is_waited_for(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch, kept: int, device: torch.device, allocator: str, given_back: int
+) -> None:
+    driver.kept = kept
+    monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: allocator)
+    assert cuda_capture.give_back_graph_memory(device) == given_back
+    assert (driver.trimmed, driver.synchronized) == (([7], 1) if given_back else ([], 0))
 
 
 @pytest.mark.parametrize("fails", ["asking", "giving back", "no driver"])

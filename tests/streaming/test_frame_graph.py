@@ -13,12 +13,12 @@ import pytest
 import torch
 from comfy_extras.nodes_model_advanced import RescaleCFG
 from fake_recorder import Recorder
-from given_frames import Given, apart, image, prompts, random, stock, streamed, with_image
+from given_frames import Given, TextEncoder, apart, image, prompts, random, stock, streamed, with_image
 from hybrid_trt.sampling import control_stack
 from hybrid_trt.sampling.hint_cache import KeptHints
 from hybrid_trt.sessions.cuda_capture import LargerGraph, part_of
 from hybrid_trt.sessions.cuda_graphs import GraphCache
-from hybrid_trt.sessions.per_image_cache import ResultCache
+from hybrid_trt.sessions.made_inputs import ResultCache
 from hybrid_trt.streaming.frames import AS_CONNECTED, EDGES, Changes, Frame, Settings
 from hybrid_trt.streaming.stream import Stream
 from memory_fixtures import file
@@ -41,40 +41,21 @@ def wanted(ours: OnEngines, own: Settings, frame: Frame, strength: float = 0.6, 
     return stock(ours.native, ours.native_vae, *prompts(control, seed=prompt, tokens=tokens), own, frame.image)
 
 
+@pytest.mark.parametrize(("own", "vae", "calls"), [
+    (OWN, "tiny_kl", FRAMES * OWN.steps),
+    pytest.param(replace(OWN, new_seeds=True), "tiny_sdxl_taesd", FRAMES * OWN.steps, marks=pytest.mark.slow),
+    (replace(OWN, steps_as_batch=True, new_seeds=True), "tiny_sdxl_taesd", FRAMES + OWN.steps - 1),
+], ids=["steady", "new seeds", "frames in work at several steps"])  # fmt: skip
 def test_frames_with_steady_settings_are_replayed_and_are_stocks(
-    file: Path, models: dict[str, Path], tmp_path: Path
+    file: Path, models: dict[str, Path], tmp_path: Path, own: Settings, vae: str, calls: int
 ) -> None:
-    ours, given = OnEngines(file, models, tmp_path, vae="tiny_kl"), frames()
+    ours, given = OnEngines(file, models, tmp_path, own, vae=vae), frames()
     pictures = ours.run(*given)
-    assert (ours.recorder.captured, ours.recorder.replayed) == (1, 4)
-    assert ours.patched.counts == (FRAMES * OWN.steps, 0), "a replayed frame counts as its calls"
+    assert (ours.recorder.captured, ours.recorder.replayed) == (1, 5 if own.steps_as_batch else 4)
+    assert ours.patched.counts == (calls, 0), "a replay counts as its calls"
     for frame in given:
-        assert apart(pictures[frame.number], wanted(ours, OWN, frame)) <= LIMIT, frame.number
-
-
-def test_frames_in_work_at_several_steps_are_replayed_and_are_stocks(
-    file: Path, models: dict[str, Path], tmp_path: Path
-) -> None:
-    own, given = replace(OWN, steps_as_batch=True, new_seeds=True), frames()
-    ours = OnEngines(file, models, tmp_path, own)
-    pictures = ours.run(*given)
-    assert (ours.recorder.captured, ours.recorder.replayed) == (1, 5)
-    assert ours.patched.counts == (FRAMES + OWN.steps - 1, 0), "a replay counts as its calls"
-    for frame in given:
-        seeded = replace(OWN, seed=OWN.seed + frame.number)
+        seeded = replace(OWN, seed=OWN.seed + frame.number * own.new_seeds)
         assert apart(pictures[frame.number], wanted(ours, seeded, frame)) <= LIMIT, frame.number
-
-
-@pytest.mark.slow  # as in the test above, a step after another
-def test_each_frames_seed_acts_in_a_replay(file: Path, models: dict[str, Path], tmp_path: Path) -> None:
-    own = replace(OWN, new_seeds=True)
-    ours, given = OnEngines(file, models, tmp_path, own), frames()
-    pictures = ours.run(*given)
-    assert ours.recorder.replayed == 4
-    for frame in given[-2:]:
-        seeded = replace(OWN, seed=OWN.seed + frame.number)
-        assert apart(pictures[frame.number], wanted(ours, seeded, frame)) <= LIMIT
-        assert apart(pictures[frame.number], wanted(ours, OWN, frame)) > 1e-3
 
 
 @pytest.mark.parametrize(("change", "own", "strength", "captures"), [
@@ -94,16 +75,6 @@ def test_a_change_acts_from_its_frame_on_and_only_a_new_way_of_sampling_is_captu
         now, at = (OWN, 0.6) if frame.number < 5 else (own, strength)
         assert apart(pictures[frame.number], wanted(ours, now, frame, at)) <= LIMIT, frame.number
     assert apart(pictures[8], wanted(ours, OWN, given[8])) > 1e-4
-
-
-class TextEncoder:
-    """Stands for CLIP."""
-
-    def tokenize(self, text: str) -> int:
-        return len(text)
-
-    def encode_from_tokens_scheduled(self, tokens: int) -> list:
-        return [[random(1, 77 * (1 + tokens // 9), 768, seed=tokens), {"pooled_output": None}]]
 
 
 @pytest.mark.parametrize(("at_once", "text", "captures"), [
@@ -166,16 +137,6 @@ def test_weights_that_moved_are_captured_anew(
     assert where[4] == 1
     assert where[-1] == 2
     assert apart(source.pictures[8], wanted(ours, OWN, given[8])) <= LIMIT
-
-
-@pytest.mark.slow
-def test_frames_of_another_size_are_captured_anew(file: Path, models: dict[str, Path], tmp_path: Path) -> None:
-    ours = OnEngines(file, models, tmp_path)
-    given = [Frame(n, image(40 + n, 64 if n < 5 else 128)) for n in range(9)]
-    pictures = ours.run(*given)
-    assert ours.recorder.captured == 2
-    for number in (4, 8):
-        assert apart(pictures[number], wanted(ours, OWN, given[number])) <= LIMIT
 
 
 @pytest.mark.fault("a frame of a stream cannot be captured as a CUDA graph",

@@ -8,7 +8,7 @@ import numpy
 import pytest
 import torch
 from comfy_process import ComfyProcess
-from live_client import image, joined, run_stream
+from live_client import Client, image, run_client, same
 from live_stream import by_stock_nodes, inverted, live
 from scenarios import node
 from streams import NODES, Case, compared, pictures_of, streamed
@@ -54,19 +54,15 @@ def test_a_stream_on_engines_follows_the_nodes_too(comfy: ComfyProcess) -> None:
 def test_live_frames_go_through_the_nodes_and_the_page_finds_the_stream(comfy: ComfyProcess) -> None:
     made: list[torch.Tensor] = []
 
-    async def act(token: str) -> None:
-        async with joined(comfy, token, format="png") as client:
-            for n in range(2):
-                await client.frame(image(n, 96, 64), "png")
-                made.append((await client.picture())[1])
-            await client.stop()
+    async def act(client: Client) -> None:
+        for n in range(2):
+            made.append((await client.shown(image(n, 96, 64), "png"))[1])
 
     prompt = inverted(live(), ["frame", 0]) | {"frame": node("TRTFrame")}
-    assert run_stream(comfy, prompt, act).ok
+    assert run_client(comfy, prompt, act, format="png").ok
     wanted = [by_stock_nodes(comfy, image(n, 96, 64), invert=True) for n in range(2)]
     assert (wanted[0] - by_stock_nodes(comfy, image(0, 96, 64))).abs().max() > 2 / 255, "the node changes nothing"
-    for picture, expected in zip(made, wanted, strict=True):
-        assert (picture - expected).abs().max() <= 1.01 / 255
+    assert all(map(same, made, wanted))
 
 
 @pytest.mark.parametrize(("kind", "words"), [
@@ -85,23 +81,24 @@ def test_a_node_that_cannot_run_for_each_frame_is_an_error_and_no_old_image(
     assert words in history.error
 
 
-@pytest.mark.parametrize("way", ["frames", "latent of a model", "mask"])
-def test_a_frame_that_reaches_anything_but_a_controlnets_image_is_an_error(comfy: ComfyProcess, way: str) -> None:
-    case = replace(ONE, unet="tiny_sd15_ip2p_unet") if way == "latent of a model" else ONE
-    prompt = streamed(case, example=["frames", 0])
-    stream = prompt["stream"]["inputs"]
-    if way == "frames":
-        stream["frames"], words = ["frame", 0], "reaches TRTStream, which"
-    elif way == "latent of a model":
-        prompt["ip2p"] = node("InstructPixToPixConditioning", positive=stream["positive"], negative=stream["negative"],
-                              vae=["vae", 0], pixels=["frame", 0])  # fmt: skip
-        stream["positive"], words = ["ip2p", 0], "reaches InstructPixToPixConditioning, which"
-    else:
-        prompt["mask"] = node("ImageToMask", image=["frame", 0], channel="red")
-        prompt["masked"] = node("ConditioningSetMask", conditioning=stream["positive"], mask=["mask", 0], strength=1.0,
-                                set_cond_area="default")  # fmt: skip
-        stream["positive"], words = ["masked", 0], "reaches ImageToMask, which"
+WAYS = {
+    "TRTStream": ("", {}),
+    "InstructPixToPixConditioning": ("tiny_sd15_ip2p_unet", {"odd": node(
+        "InstructPixToPixConditioning", positive=["apply_tiny_sd15_a", 0], negative=["apply_tiny_sd15_a", 1],
+        vae=["vae", 0], pixels=["frame", 0])}),
+    "ImageToMask": ("", {"mask": node("ImageToMask", image=["frame", 0], channel="red"), "odd": node(
+        "ConditioningSetMask", conditioning=["apply_tiny_sd15_a", 0], mask=["mask", 0], strength=1.0,
+        set_cond_area="default")}),
+}  # fmt: skip
+"""The node that a frame reaches -> the model, and the nodes on the way to the stream's prompt."""
+
+
+@pytest.mark.parametrize("reached", WAYS)
+def test_a_frame_that_reaches_anything_but_a_controlnets_image_is_an_error(comfy: ComfyProcess, reached: str) -> None:
+    unet, nodes = WAYS[reached]
+    prompt = streamed(replace(ONE, unet=unet), example=["frames", 0]) | nodes
+    prompt["stream"]["inputs"] |= {"positive": ["odd", 0]} if nodes else {"frames": ["frame", 0]}
     history = comfy.queue(prompt)
     assert history.status == "error"
-    assert words in history.error
+    assert f"reaches {reached}, which" in history.error
     assert "Wire it to the images of ControlNets alone." in history.error

@@ -17,56 +17,45 @@ import aiohttp
 import folder_paths
 import numpy
 import pytest
-import torch
 from comfy_process import ComfyProcess
 from hybrid_trt.page_api.live_routes import MAX_FIRST, Connection, Hello
 from hybrid_trt.streaming import live, pictures
 from hybrid_trt.streaming.frames import Changes
-from live_client import double, image, joined, opened, run_stream, token_of
+from live_client import Client, double, image, joined, opened, run_client, run_stream, same
 from our_routes import ask
 from PIL import Image
 
 from nodes import LoadImage
 
 
-def same(picture: torch.Tensor, wanted: torch.Tensor) -> bool:
-    """Tell whether two pictures agree up to the rounding of a whole step."""
-    return picture.shape == wanted.shape and bool((picture - wanted).abs().max() <= 1.01 / 255)
-
-
 @pytest.mark.parametrize("sent", ["raw", "png", "jpeg"])
 @pytest.mark.parametrize("wanted", ["raw", "png", "jpeg"])
 def test_each_picture_comes_back_with_its_number(comfy: ComfyProcess, sent: str, wanted: str) -> None:
-    async def act(token: str) -> None:
-        async with joined(comfy, token, format=wanted) as client:
-            for n in range(3):
-                await client.frame(image(n, 96, 64), sent)
-                number, picture = await client.picture()
-                assert number == n
-                if "jpeg" in (sent, wanted):
-                    assert (picture - (1 - image(n, 96, 64))).abs().mean() < 0.02
-                else:
-                    assert same(picture, 1 - image(n, 96, 64))
-            assert await client.stop() == {"ended": "The stream was stopped."}
+    async def act(client: Client) -> None:
+        for n in range(3):
+            number, picture = await client.shown(image(n, 96, 64), sent)
+            assert number == n
+            if "jpeg" in (sent, wanted):
+                assert (picture - (1 - image(n, 96, 64))).abs().mean() < 0.02
+            else:
+                assert same(picture, 1 - image(n, 96, 64))
 
-    assert run_stream(comfy, double(), act).output("stream", "numbers") == [0, 1, 2]
+    assert run_client(comfy, double(), act, format=wanted).output("stream", "numbers") == [0, 1, 2]
 
 
 def test_the_newest_frame_wins_and_the_order_stays(comfy: ComfyProcess) -> None:
     came: list[int] = []
 
-    async def act(token: str) -> None:
-        async with joined(comfy, token) as client:
-            for n in range(60):
-                await client.frame(image(n))
-                await asyncio.sleep(0.01)
-            while not came or came[-1] != 59:
-                number, picture = await client.picture()
-                assert same(picture, 1 - image(number)), "each picture is of the frame that its number names"
-                came.append(number)
-            await client.stop()
+    async def act(client: Client) -> None:
+        for n in range(60):
+            await client.frame(image(n))
+            await asyncio.sleep(0.01)
+        while not came or came[-1] != 59:
+            number, picture = await client.picture()
+            assert same(picture, 1 - image(number)), "each picture is of the frame that its number names"
+            came.append(number)
 
-    history = run_stream(comfy, double(seconds=0.2), act)
+    history = run_client(comfy, double(seconds=0.2), act)
     assert came == sorted(set(came))
     assert 2 <= len(came) < 60, "a frame takes 200 ms, and they came faster: most are dropped"
     assert history.output("stream", "numbers") == came
@@ -78,16 +67,14 @@ def test_the_newest_frame_wins_and_the_order_stays(comfy: ComfyProcess) -> None:
 def test_a_slow_client_gets_the_newest_picture_and_holds_up_nothing(comfy: ComfyProcess) -> None:
     came: list[int] = []
 
-    async def act(token: str) -> None:
-        async with joined(comfy, token) as client:
-            for n in range(60):
-                await client.frame(image(n, 1024, 512))
-                await asyncio.sleep(0.02)
-            while not came or came[-1] != 59:
-                came.append((await client.picture())[0])
-            await client.stop()
+    async def act(client: Client) -> None:
+        for n in range(60):
+            await client.frame(image(n, 1024, 512))
+            await asyncio.sleep(0.02)
+        while not came or came[-1] != 59:
+            came.append((await client.picture())[0])
 
-    history = run_stream(comfy, double(), act)
+    history = run_client(comfy, double(), act)
     assert came == sorted(set(came))
     assert len(came) < len(history.output("stream", "numbers")), "what it did not take in time was replaced"
 
@@ -104,8 +91,7 @@ def test_a_client_that_takes_nothing_loses_its_place(comfy: ComfyProcess) -> Non
                     await client.frame(image(n % 5, 1024, 512))
                     await asyncio.sleep(0.02)
             async with joined(comfy, token) as other:
-                await other.frame(image(7))
-                number, picture = await other.picture()
+                number, picture = await other.shown(image(7))
                 assert number == 0
                 assert same(picture, 1 - image(7))
                 await other.stop()
@@ -118,16 +104,14 @@ def test_a_client_that_takes_nothing_loses_its_place(comfy: ComfyProcess) -> Non
 def test_a_client_that_is_gone_makes_room_and_none_of_its_pictures_go_to_the_next(comfy: ComfyProcess) -> None:
     async def act(token: str) -> None:
         async with joined(comfy, token) as client:
-            await client.frame(image(0))
-            await client.picture()
+            await client.shown(image(0))
             await client.ask({"seed": 5})
             await client.frame(image(1))  # is computed when the client is gone
             await asyncio.sleep(0.7)  # time enough to begin it, and not to end it
             client.socket._response.connection.transport.abort()
         async with joined(comfy, token) as client:
             assert client.told[0]["ready"]["seed"] == 5, "what was changed stays"
-            await client.frame(image(2))
-            number, picture = await client.picture()
+            number, picture = await client.shown(image(2))
             assert number == 0
             assert same(picture, 1 - image(2))
             await client.stop()
@@ -144,8 +128,7 @@ def test_a_second_client_is_refused_and_the_first_goes_on(comfy: ComfyProcess) -
                 assert "sends frames to this stream already" in (await other.ask({"token": token}))["error"]
                 assert (await other.socket.receive(60)).type is aiohttp.WSMsgType.CLOSE
                 assert other.socket.close_code == 1008
-            await client.frame(image(0))
-            assert (await client.picture())[0] == 0
+            assert (await client.shown(image(0)))[0] == 0
             await client.stop()
 
     assert run_stream(comfy, double(), act).ok
@@ -200,7 +183,10 @@ def test_pages_of_other_sites_get_neither_the_token_nor_a_connection(comfy: Comf
                     pass
             assert refused.value.status == 403, headers
             assert ask(comfy, "POST", "/live/token", headers={"X-Hybrid-TRT": "1"} | headers)[0] == 403, headers
-        assert ask(comfy, "POST", "/live/token", headers={"Origin": f"http://{here}"})[0] == 403
+        for headers in ({}, {"Origin": f"http://{here}"}):
+            assert ask(comfy, "POST", "/live/token", headers=headers)[0] == 403, "without our header"
+        assert ask(comfy, "GET", "/live/token")[0] in (404, 405)
+        assert token not in json.dumps(comfy.get("/queue"))
         async with opened(comfy, {"Origin": f"http://{here}"}) as client:
             assert "ready" in await client.ask({"token": token})
             await client.stop()
@@ -208,69 +194,27 @@ def test_pages_of_other_sites_get_neither_the_token_nor_a_connection(comfy: Comf
     assert run_stream(comfy, double(), act).ok
 
 
-def test_changes_come_with_the_next_frame_and_stay(comfy: ComfyProcess) -> None:
-    async def act(token: str) -> None:
-        async with joined(comfy, token) as client:
-            first = {"prompt": "a cat", "strengths": [1.0, 0.5], "seed": 0, "steps": 1, "denoise": 0.5, "cfg": 1.0}
-            assert client.told[0]["ready"] == first, "negative is none that this stream can change"
-            await client.frame(image(0))
-            await client.picture()
-            assert await client.ask({"prompt": "a dog,\nin snow", "seed": 2**63}) == {
-                "changed": {"prompt": "a dog,\nin snow", "seed": 2**63}
-            }
-            await client.ask({"strengths": [0, 0.25], "seed": 9})
-            await client.frame(image(1))
-            await client.picture()
-            await client.frame(image(2))
-            await client.picture()
-            await client.stop()
-
-    ((number, changes),) = run_stream(comfy, double(), act).output("stream", "changes")
-    assert number == 1
-    assert {name: value for name, value in changes.items() if value is not None} == {
-        "prompt": "a dog,\nin snow",
-        "seed": 9,
-        "strengths": [0.0, 0.25],
-    }
-
-
 @pytest.mark.fault("a live client sends values that are none", see="one sentence; the stream goes on as it was")
 def test_wrong_values_are_told_and_the_stream_goes_on(comfy: ComfyProcess) -> None:
-    async def act(token: str) -> None:
-        async with joined(comfy, token) as client:
-            for message, words in [
-                ("{", "no JSON"),
-                ("[]", "no object"),
-                ({"size": 3}, "unknown"),
-                ({"steps": 0}, "from 1 to 8"),
-                ({"steps": 9}, "from 1 to 8"),
-                ({"steps": 2.5}, "no whole number"),
-                ({"steps": True}, "no whole number"),
-                ({"denoise": 1.1}, "from 0 to 1"),
-                ('{"cfg": NaN}', "no JSON"),
-                ('{"cfg": 1e999}', "no JSON"),
-                ({"seed": -1}, "no whole number"),
-                ({"seed": 2**64}, "no whole number"),
-                ({"prompt": 5}, "no text"),
-                ({"prompt": "\0"}, "no text"),
-                ({"prompt": "a" * 10001}, "no text"),
-                ({"strengths": [1]}, "has 1 numbers"),
-                ({"strengths": [1, 11]}, "from 0 to 10"),
-                ({"strengths": "11"}, "no list"),
-                ({"negative": "ugly"}, "connect CLIP"),
-                ({"stop": 1}, "comes alone"),
-                ({"stop": True, "seed": 1}, "alone"),
-                ("[" * 5000, "nested"),
-                ({"prompt": "a" * 70000}, "characters"),
-            ]:
-                answer = await client.ask(message)
-                assert words in answer["error"], (message, answer)
-                assert answer["error"].endswith(".")
-            await client.frame(image(0))
-            assert (await client.picture())[0] == 0
-            await client.stop()
+    told: list[tuple[Any, str]] = [
+        ("{", "no JSON"), ("[]", "no object"), ({"size": 3}, "unknown"),
+        ({"steps": 0}, "from 1 to 8"), ({"steps": 9}, "from 1 to 8"), ({"steps": 2.5}, "no whole number"),
+        ({"steps": True}, "no whole number"), ({"denoise": 1.1}, "from 0 to 1"), ('{"cfg": NaN}', "no JSON"),
+        ('{"cfg": 1e999}', "no JSON"), ({"seed": -1}, "no whole number"), ({"seed": 2**64}, "no whole number"),
+        ({"prompt": 5}, "no text"), ({"prompt": "\0"}, "no text"), ({"prompt": "a" * 10001}, "no text"),
+        ({"strengths": [1]}, "has 1 numbers"), ({"strengths": [1, 11]}, "from 0 to 10"),
+        ({"strengths": "11"}, "no list"), ({"negative": "ugly"}, "connect CLIP"), ({"stop": 1}, "comes alone"),
+        ({"stop": True, "seed": 1}, "alone"), ("[" * 5000, "nested"), ({"prompt": "a" * 70000}, "characters"),
+    ]  # fmt: skip
 
-    history = run_stream(comfy, double(), act)
+    async def act(client: Client) -> None:
+        for message, words in told:
+            answer = await client.ask(message)
+            assert words in answer["error"], (message, answer)
+            assert answer["error"].endswith(".")
+        assert (await client.shown(image(0)))[0] == 0
+
+    history = run_client(comfy, double(), act)
     assert "changes" not in history.outputs["stream"] or history.output("stream", "changes") == []
 
 
@@ -280,42 +224,28 @@ def png_of(width: int, height: int) -> bytes:
     def chunk(kind: bytes, data: bytes) -> bytes:
         return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
 
-    header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
-    return (
-        b"\x89PNG\r\n\x1a\n"
-        + chunk(b"IHDR", header)
-        + chunk(b"IDAT", zlib.compress(b"\0" * 1000))
-        + chunk(b"IEND", b"")
-    )
+    header = chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0))
+    return b"\x89PNG\r\n\x1a\n" + header + chunk(b"IDAT", zlib.compress(b"\0" * 1000)) + chunk(b"IEND", b"")
 
 
 @pytest.mark.fault("a live client sends frames that are none, or too large", see="one sentence; the frame is left out")
 def test_frames_that_are_none_are_told_and_the_stream_goes_on(comfy: ComfyProcess) -> None:
-    whole = pictures.write(image(0), "jpeg")
-    raw = pictures.write(image(0), "raw")
+    whole, raw = pictures.write(image(0), "jpeg"), pictures.write(image(0), "raw")
+    told = [
+        (b"", "can be read"), (b"GIF89a" + bytes(100), "can be read"), (whole[:300], "can be read"),
+        (whole[:20], "can be read"), (png_of(64, 64), "can be read"), (png_of(60000, 60000), "can be read"),
+        (png_of(9000, 9000), "this one has 9000x9000"), (png_of(63, 64), "this one has 63x64"),
+        (raw[:-1], "3 bytes"), (raw + b"0", "3 bytes"), (raw[:8], "whole header"),
+        (b"RGB8" + struct.pack("<II", 2**32 - 1, 2**32 - 1), "64 to 2048"), (b"RGB8" + bytes(8), "64 to 2048"),
+        (b"RGB8" + struct.pack("<II", 3840, 2160) + bytes(3 * 3840 * 2160), "this one has 3840x2160"),
+    ]  # fmt: skip
 
     async def act(token: str) -> None:
         async with joined(comfy, token) as client:
-            for data, words in [
-                (b"", "can be read"),
-                (b"GIF89a" + bytes(100), "can be read"),
-                (whole[:300], "can be read"),
-                (whole[:20], "can be read"),
-                (png_of(64, 64), "can be read"),
-                (png_of(60000, 60000), "can be read"),
-                (png_of(9000, 9000), "this one has 9000x9000"),
-                (png_of(63, 64), "this one has 63x64"),
-                (raw[:-1], "3 bytes"),
-                (raw + b"0", "3 bytes"),
-                (raw[:8], "whole header"),
-                (b"RGB8" + struct.pack("<II", 2**32 - 1, 2**32 - 1), "64 to 2048"),
-                (b"RGB8" + bytes(8), "64 to 2048"),
-                (b"RGB8" + struct.pack("<II", 3840, 2160) + bytes(3 * 3840 * 2160), "this one has 3840x2160"),
-            ]:
+            for data, words in told:
                 await client.socket.send_bytes(data)
                 assert words in (await client.text())["error"], data[:20]
-            await client.frame(image(1))
-            number, picture = await client.picture()
+            number, picture = await client.shown(image(1))
             assert number == 14, "frames that were left out are counted"
             assert same(picture, 1 - image(1))
             with suppress(ConnectionError):  # the server may end the connection before it has all
@@ -361,27 +291,22 @@ def test_a_frame_is_read_as_comfyuis_loader_reads_it(
 def test_an_interrupt_and_an_error_end_the_connection_with_words(comfy: ComfyProcess) -> None:
     async def interrupted(token: str) -> None:
         async with joined(comfy, token) as client:
-            await client.frame(image(0))
-            await client.picture()
+            await client.shown(image(0))
             await asyncio.to_thread(comfy.interrupt)
             assert "interrupted" in (await client.text())["ended"]
             assert (await client.socket.receive(60)).type is aiohttp.WSMsgType.CLOSE
 
     async def failed(token: str) -> None:
         async with joined(comfy, token) as client:
-            await client.frame(image(0))
-            await client.picture()
+            await client.shown(image(0))
             await client.frame(image(1))
             assert "ended with an error" in (await client.text())["ended"]
 
     assert run_stream(comfy, double(), interrupted).status == "interrupted"
     history = run_stream(comfy, double(fail_at=1), failed)
     assert (history.status, history.error) == ("error", "RuntimeError: the double was told to fail")
-    status, told = ask(comfy, "POST", "/live/token")
-    assert (status, told) == (
-        409,
-        {"error": "No TRT Stream runs live now; connect no frames to the node and run the workflow."},
-    )
+    told = {"error": "No TRT Stream runs live now; connect no frames to the node and run the workflow."}
+    assert ask(comfy, "POST", "/live/token") == (409, told)
 
 
 def test_a_stream_without_a_client_ends_by_itself(comfy: ComfyProcess) -> None:
@@ -390,25 +315,11 @@ def test_a_stream_without_a_client_ends_by_itself(comfy: ComfyProcess) -> None:
 
     async def leaves(token: str) -> None:
         async with joined(comfy, token) as client:
-            await client.frame(image(0))
-            await client.picture()
+            await client.shown(image(0))
             await asyncio.sleep(4)  # longer than a stream waits for a client; this one is there
 
     assert run_stream(comfy, double(patience=3.0), nobody).ok
     assert run_stream(comfy, double(patience=3.0), leaves).output("stream", "numbers") == [0]
-
-
-def test_the_token_is_told_to_who_sends_our_header_alone(comfy: ComfyProcess) -> None:
-    async def act(token: str) -> None:
-        assert token_of(comfy) == token
-        assert ask(comfy, "POST", "/live/token", headers={})[0] == 403
-        assert ask(comfy, "GET", "/live/token")[0] in (404, 405)
-        assert token not in json.dumps(comfy.get("/queue"))
-        async with joined(comfy, token) as client:
-            await client.stop()
-
-    history = run_stream(comfy, double(), act)
-    assert history.ok
 
 
 def resident(comfy: ComfyProcess) -> int:
@@ -461,16 +372,13 @@ def test_a_request_that_opens_no_websocket_is_told_so(comfy: ComfyProcess) -> No
 def test_two_thousand_frames_leave_no_memory_behind(comfy: ComfyProcess) -> None:
     used: list[int] = []
 
-    async def act(token: str) -> None:
-        async with joined(comfy, token) as client:
-            for n in range(2000):
-                await client.frame(image(n % 7, 256, 256))
-                await client.picture()
-                if n % 100 == 99:
-                    used.append(resident(comfy))
-            await client.stop()
+    async def act(client: Client) -> None:
+        for n in range(2000):
+            await client.shown(image(n % 7, 256, 256))
+            if n % 100 == 99:
+                used.append(resident(comfy))
 
-    assert run_stream(comfy, double(), act).ok
+    assert run_client(comfy, double(), act).ok
     assert max(used[10:]) - max(used[:10]) <= 10, used
 
 

@@ -10,58 +10,35 @@ from typing import Any
 
 import av
 import pytest
-import slow
 import torch
 from comfy_process import ComfyProcess
 from hybrid_trt.streaming import pictures
-from live_client import image, joined, run_stream
+from live_client import Client, image, joined, run_client, run_stream, same
 from live_stream import by_stock_nodes, live
 from pack import ROOT
-from shipped_workflows import object_info, shipped
+from shipped_workflows import shipped
 from workflow_recipes import with_tiny_models
 from workflow_to_prompt import to_prompt
 
-__all__ = ["object_info"]  # a fixture: pytest finds it by name
 
-
-def same(picture: torch.Tensor, wanted: torch.Tensor) -> bool:
-    """Tell whether two pictures agree up to the rounding of a whole step."""
-    return picture.shape == wanted.shape and bool((picture - wanted).abs().max() <= 1.01 / 255)
-
-
-@slow.when("png")  # ``test_live.py`` sends each kind
-@pytest.mark.parametrize("kind", ["raw", "png"])
-def test_pictures_are_those_of_stock_nodes_also_after_changes(comfy: ComfyProcess, kind: str) -> None:
+def test_pictures_are_those_of_stock_nodes_also_after_changes(comfy: ComfyProcess) -> None:
+    """Changes act from the next frame on and stay; of several before it the last one counts."""
     made: list[torch.Tensor] = []
 
-    async def act(token: str) -> None:
-        async with joined(comfy, token, format=kind) as client:
-            assert client.told[0]["ready"] == {
-                "prompt": "",
-                "negative": "",
-                "strengths": [0.8],
-                "seed": 7,
-                "steps": 2,
-                "denoise": 0.6,
-                "cfg": 1.0,
-            }
-            for n, change in enumerate(
-                [{}, {"strengths": [0.1], "seed": 11}, {"prompt": "a dog", "steps": 3, "denoise": 0.9}]
-            ):
-                if change:
-                    assert "changed" in await client.ask(change)
-                await client.frame(image(n, 96, 64), kind)
-                number, picture = await client.picture()
-                assert number == n
-                made.append(picture)
-            await client.stop()
+    async def act(client: Client) -> None:
+        ready = {"prompt": "", "negative": "", "strengths": [0.8], "seed": 7, "steps": 2, "denoise": 0.6, "cfg": 1.0}
+        assert client.told[0]["ready"] == ready
+        for n, changes in enumerate(([], [{"seed": 2**63}, {"strengths": [0.1], "seed": 11}],
+                                     [{"prompt": "a dog", "steps": 3, "denoise": 0.9}])):  # fmt: skip
+            for change in changes:
+                assert await client.ask(change) == {"changed": change}
+            number, picture = await client.shown(image(n, 96, 64))
+            assert number == n
+            made.append(picture)
 
-    assert run_stream(comfy, live(), act).ok
-    wanted = [
-        by_stock_nodes(comfy, image(0, 96, 64)),
-        by_stock_nodes(comfy, image(1, 96, 64), 0.1, seed=11),
-        by_stock_nodes(comfy, image(2, 96, 64), 0.1, "a dog", seed=11, steps=3, denoise=0.9),
-    ]
+    assert run_client(comfy, live(), act).ok
+    wanted = [by_stock_nodes(comfy, image(0, 96, 64)), by_stock_nodes(comfy, image(1, 96, 64), 0.1, seed=11),
+              by_stock_nodes(comfy, image(2, 96, 64), 0.1, "a dog", seed=11, steps=3, denoise=0.9)]  # fmt: skip
     assert not same(wanted[0], wanted[1])
     assert not same(wanted[1], wanted[2])
     for picture, expected in zip(made, wanted, strict=True):
@@ -74,11 +51,9 @@ def test_a_prompt_that_cannot_be_encoded_is_told_and_the_one_before_stays(comfy:
     async def act(token: str) -> None:
         async with joined(comfy, token) as client:
             assert "changed" in await client.ask({"prompt": "a dog"})
-            await client.frame(image(0))
-            await client.picture()
+            await client.shown(image(0))
             assert "changed" in await client.ask({"prompt": "(" * 4000 + "a" + ")" * 4000, "seed": 11})
-            await client.frame(image(0))
-            made.append((await client.picture())[1])
+            made.append((await client.shown(image(0)))[1])
             assert "The prompt stays as it is" in client.told[-1]["error"]
         async with joined(comfy, token) as again:
             assert again.told[0]["ready"]["prompt"] == "a dog"
@@ -92,18 +67,15 @@ def test_a_prompt_that_cannot_be_encoded_is_told_and_the_one_before_stays(comfy:
 def test_frames_in_work_are_finished_when_no_other_comes(comfy: ComfyProcess) -> None:
     made: list[torch.Tensor] = []
 
-    async def act(token: str) -> None:
-        async with joined(comfy, token) as client:
-            assert client.told[0]["steps_as_batch"] is True, "a page then has more frames under way"
-            for n in range(2):
-                await client.frame(image(n))
-                number, picture = await client.picture()
-                assert number == n
-                made.append(picture)
-            await client.stop()
+    async def act(client: Client) -> None:
+        assert client.told[0]["steps_as_batch"] is True, "a page then has more frames under way"
+        for n in range(2):
+            number, picture = await client.shown(image(n))
+            assert number == n
+            made.append(picture)
 
     settings = {"steps": 4, "sampler_name": "lcm"}
-    assert run_stream(comfy, live(steps_as_batch=True, **settings), act).ok
+    assert run_client(comfy, live(steps_as_batch=True, **settings), act).ok
     for n, picture in enumerate(made):
         assert same(picture, by_stock_nodes(comfy, image(n), **settings))
 
@@ -161,48 +133,37 @@ def test_the_template_for_videos_paints_each_frame_on_engines(sd15: ComfyProcess
         assert len([*video.decode(video=0)]) == 3
 
 
+FOUND_BY = {"DA3Render": ("ImageInvert", {}),
+            "SDPoseDrawKeypoints": ("ImageSharpen", {"sharpen_radius": 2, "sigma": 1.0, "alpha": 1.0})}  # fmt: skip
+"""Nodes without models in the place of those that draw depth and pose, whose models are large."""
+FINDERS = ("LoadDA3Model", "DA3Inference", "SDPoseKeypointExtractor")
+
+
+def without_finders(prompt: Prompt) -> Prompt:
+    """The prompt with depth and pose drawn by nodes without models."""
+    made = {name: entry for name, entry in prompt.items() if entry["class_type"] not in FINDERS}
+    for name, entry in made.items():
+        if (found := FOUND_BY.get(entry["class_type"])) is not None:
+            (frame,) = (other for other, one in prompt.items() if one["class_type"] == "TRTFrame")
+            made[name] = node(found[0], image=[frame, 0], **found[1])
+    return made
+
+
 @pytest.mark.slow
-def test_the_template_for_webcams_streams_on_engines(sd15: ComfyProcess, object_info: dict[str, Any]) -> None:
-    prompt = to_prompt(with_tiny_models(shipped("sd15_webcam"), object_info), object_info)
+@pytest.mark.parametrize(("template", "controls"), [("sd15_webcam", []), ("sd15_depth_and_pose", [8, 8])])
+def test_the_templates_for_live_frames_stream_on_engines(
+    sd15: ComfyProcess, object_info: dict[str, Any], template: str, controls: list[int]
+) -> None:
+    prompt = without_finders(to_prompt(with_tiny_models(shipped(template), object_info), object_info))
 
-    async def act(token: str) -> None:
-        async with joined(sd15, token) as client:
-            for n in range(4):
-                await client.frame(image(n, 128, 128))
-                assert (await client.picture())[0] == n
-            await client.stop()
+    async def act(client: Client) -> None:
+        for n in range(4):
+            assert (await client.shown(image(n, 128, 128)))[0] == n
 
-    history = run_stream(sd15, prompt, act, timeout=300)
+    history = run_client(sd15, prompt, act, timeout=300)
     ids = {entry["class_type"]: node for node, entry in prompt.items()}
     report = history.output(ids["TRTReport"], "report")[0]
     assert (report["unet"]["engine"], report["unet"]["native"]) == (8, 0), "four frames of two steps"
-    assert len(history.output(ids["SaveImage"], "images")) == 1, "the last picture"
-
-
-FOUND_BY = {"DA3Render": "ImageInvert", "SDPoseDrawKeypoints": "ImageSharpen"}
-"""Nodes without models in the place of those that draw depth and pose, whose models are large."""
-
-
-@pytest.mark.slow
-def test_the_template_with_depth_and_pose_streams_on_engines(sd15: ComfyProcess, object_info: dict[str, Any]) -> None:
-    prompt = to_prompt(with_tiny_models(shipped("sd15_depth_and_pose"), object_info), object_info)
-    (frame,) = (name for name, entry in prompt.items() if entry["class_type"] == "TRTFrame")
-    for name, entry in prompt.items():
-        if (kind := FOUND_BY.get(entry["class_type"])) is not None:
-            settings = {"sharpen_radius": 2, "sigma": 1.0, "alpha": 1.0} if kind == "ImageSharpen" else {}
-            prompt[name] = {"class_type": kind, "inputs": {"image": [frame, 0], **settings}}
-    finders = ("LoadDA3Model", "DA3Inference", "SDPoseKeypointExtractor")
-    prompt = {name: entry for name, entry in prompt.items() if entry["class_type"] not in finders}
-
-    async def act(token: str) -> None:
-        async with joined(sd15, token) as client:
-            for n in range(4):
-                await client.frame(image(n, 128, 128))
-                assert (await client.picture())[0] == n
-            await client.stop()
-
-    history = run_stream(sd15, prompt, act, timeout=300)
-    ids = {entry["class_type"]: node for node, entry in prompt.items()}
-    report = history.output(ids["TRTReport"], "report")[0]
-    assert (report["unet"]["engine"], report["unet"]["native"]) == (4 * 2, 0)
-    assert [row["engine"] for row in report["controlnets"]] == [8, 8]
+    assert [row["engine"] for row in report["controlnets"]][: len(controls)] == controls
+    if template == "sd15_webcam":
+        assert len(history.output(ids["SaveImage"], "images")) == 1, "the last picture"

@@ -53,6 +53,7 @@ class AbsorbedPatch:
         called: the patch in reasons.
         code: classes and their methods that another pack may replace.
         unserved: patches that no engine computes, as models behind them.
+        inpainting: models behind patches that inpaint; the first five of them act differently.
     """
 
     name: str
@@ -73,6 +74,7 @@ class AbsorbedPatch:
     called: str
     code: tuple[tuple[type, str], ...]
     unserved: Callable[[Models, ModelPatcher], list[ModelPatcher]]
+    inpainting: Callable[[Models, ModelPatcher], list[ModelPatcher]]
 
     def __str__(self) -> str:
         return self.name
@@ -109,10 +111,6 @@ def all_differ(latents: list[torch.Tensor]) -> None:
     assert all(relative_error(a, b) > 100 * LIMIT for a, b in itertools.combinations(latents, 2))
 
 
-def control_image(seed: int = 2, height: int = 64, width: int = 48, images: int = 1) -> torch.Tensor:
-    return torch.rand(images, height, width, 3, generator=torch.Generator().manual_seed(seed))
-
-
 def places_of(model: ModelPatcher) -> dict[str, list]:
     return model.model_options["transformer_options"]["patches"]
 
@@ -143,6 +141,24 @@ def unserved_lllites(models: Models, model: ModelPatcher) -> list[ModelPatcher]:
     return [inherited, *(lllite.behind(model, one) for one in (elsewhere(lllite.load(models)), wide))]
 
 
+def mask(height: int, width: int) -> torch.Tensor:
+    found = torch.zeros(1, height, width)
+    found[:, 20:50, 10:30] = 1
+    return found
+
+
+def inpainting_funs(_models: Models, model: ModelPatcher) -> list[ModelPatcher]:
+    ways = ({"inpaint_image": fun.picture(5), "mask": mask(64, 48)}, {"inpaint_image": fun.picture(5)},
+            {"inpaint_image": fun.picture(5, 80, 80), "mask": mask(64, 48)}, {})  # fmt: skip
+    return [fun.with_fun(model, fun.control(**TWO_ONE), **options) for options in ways]
+
+
+def inpainting_lllites(models: Models, model: ModelPatcher) -> list[ModelPatcher]:
+    """With and without the image under the mask; without a mask the image is whole, so that the last two are alike."""
+    return [lllite.behind(model, lllite.load(models, lllite.INPAINT, inpaint_masked_input=masked), mask=given)
+            for masked in ("false", "true") for given in (mask(72, 48), mask(90, 60), None)]  # fmt: skip
+
+
 def for_other_layers(model: ModelPatcher) -> None:
     """Another pack's node has the LLLite act on fewer layers."""
     (whole,) = places_of(model)["attn1_patch"]
@@ -169,6 +185,7 @@ FUN = AbsorbedPatch(
     code=((ZImage_Control, "forward_control_block"), (ZImage_Control, "forward_noise_refiner_block"),
           (ZImage_Control, "forward"), (ZImageControlPatch, "__call__")),
     unserved=unserved_funs,
+    inpainting=inpainting_funs,
 )  # fmt: skip
 LLLITE = AbsorbedPatch(
     "anima_lllite", "anima", anima.FAMILY,
@@ -190,5 +207,6 @@ LLLITE = AbsorbedPatch(
           (AnimaLLLiteConditioning, "forward"), (AnimaLLLitePatch, "__call__"),
           (AnimaLLLiteAttentionPatch, "__call__"), (AnimaLLLiteMLPPatch, "__call__")),
     unserved=unserved_lllites,
+    inpainting=inpainting_lllites,
 )  # fmt: skip
 KINDS = (FUN, LLLITE)

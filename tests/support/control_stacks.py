@@ -61,12 +61,16 @@ class Stacks:
         return previous
 
 
-def call(control: object, step: int = 0, batch: int = 2, sigma: float = 3.0) -> dict | None:
+def call(
+    control: object, step: int = 0, batch: int = 2, sigma: float = 3.0, size: tuple[int, int] = (9, 12),
+    prompts: int = 0,
+) -> dict | None:  # fmt: skip
+    """A call for latents of a size (height, width): for so many prompts, or for one with each latent."""
     generator = torch.Generator().manual_seed(step)
-    x = torch.randn(batch, 4, 9, 12, generator=generator)
+    x = torch.randn(batch, 4, *size, generator=generator)
     cond = {"c_crossattn": torch.randn(batch, 77, 64, generator=generator)}
     with torch.inference_mode():
-        return control.get_control(x, torch.full((batch,), sigma), cond, batch, {})
+        return control.get_control(x, torch.full((batch,), sigma), cond, prompts or batch, {})
 
 
 def step_of_comfyui(function: Callable[..., Any], backbone: Any = None) -> Callable[..., Any]:

@@ -11,16 +11,14 @@ import pytest
 import torch
 from comfy.controlnet import ControlNet
 from comfy.model_patcher import ModelPatcher
-from hybrid_trt.comfy_model.network import NativeNetwork
 from hybrid_trt.engine_library import Library
-from hybrid_trt.sampling.controlnet import back_with_engine
-from hybrid_trt.sampling.engine_handle import EngineChoice, EngineHandle
-from memory_fixtures import CONTROLNET
-from patched import PROFILE, Patched, load, sampling_node
+from hybrid_trt.sampling import control_stack
+from hybrid_trt.sampling.engine_handle import EngineHandle
+from memory_fixtures import CONTROLNET, on_engine
+from patched import Patched, load, sampling_node
 
 from sampling import sample
 
-CHOICE = EngineChoice(PROFILE, backend="torch")
 STEPS, SIZE = 3, (8, 16)
 """Of the latent: height and width."""
 
@@ -47,12 +45,11 @@ class Graphs:
     def controls(self, *on_engines: bool) -> ControlNet:
         """The last of a chain of ControlNets, with an engine or without."""
         previous = None
-        for number, on_engine in enumerate(on_engines):
+        for number, wanted in enumerate(on_engines):
             net = comfy.controlnet.load_controlnet(str(self._files[CONTROLNET]))
-            if on_engine:
-                network = NativeNetwork.of_controlnet(net, f"net {number}")
-                self.handles.append(EngineHandle.look_up(network, CHOICE, self.library, str(number)))
-                net = back_with_engine(net, self.handles[-1])
+            if wanted:
+                net, handle = on_engine(net, self.library, node=str(number))
+                self.handles.append(handle)
             net = net.copy()
             with torch.inference_mode():  # as nodes make images
                 image = torch.rand(1, 100, 60, 3, generator=torch.Generator().manual_seed(number)).movedim(-1, 1)
@@ -74,3 +71,11 @@ class Graphs:
 @pytest.fixture(scope="module")
 def graphs(files: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Graphs:
     return Graphs(files, tmp_path_factory.mktemp("library"))
+
+
+@pytest.fixture
+def joined(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The number of ControlNets in each stack that ran as one."""
+    found, run = [], control_stack._run
+    monkeypatch.setattr(control_stack, "_run", lambda chain, *rest: found.append(len(chain)) or run(chain, *rest))
+    return found

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
+
+from hybrid_trt.saved_workflows.accelerate import accelerate, remove
+from hybrid_trt.saved_workflows.graph import Workflow
 
 ACCELERATED = ["vae:VAE", *(f"control_net_{n}:CONTROL_NET" for n in (1, 2, 3, 4))]
 #: Inputs and outputs of node types, as types; with a name where it is not the type.
@@ -107,6 +111,19 @@ def wires(data: dict[str, Any]) -> dict[str, list[Any]]:
     links = {name: [list(link.values()) if isinstance(link, dict) else link for link in one["links"]]
              for name, one in graphs.items()}
     return {name: sorted([str(end) for end in link[:5]] for link in found) for name, found in links.items()}
+
+
+def accelerated(data: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """Return an accelerated copy, and the types of the nodes that were added."""
+    changed = copy.deepcopy(data)
+    return changed, [node["type"] for node in accelerate(Workflow(changed))]
+
+
+def restored(changed: dict[str, Any], data: dict[str, Any]) -> bool:
+    """Take acceleration out again; tell whether the workflow is wired as before, and a second press adds nothing."""
+    again = accelerated(changed)[1]
+    remove(Workflow(changed))
+    return again == [] and wires(changed) == wires(data)
 
 
 def _read(words: str) -> tuple[str, int, str]:

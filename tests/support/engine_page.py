@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from browser import READY, TOAST, TOAST_CLOSE, ComfyPage
+from comfy_process import ComfyProcess
 from playwright.sync_api import Locator
 
 SHOTS = os.environ.get("HYBRID_TRT_SHOTS")
@@ -45,10 +46,12 @@ PRESS_IN_REPORT = """() => app.graph.nodes.find(n => n.type === 'TRTReport').wid
 
 @dataclass
 class EnginePage:
-    """An open page with engine nodes in it. ``steps`` names the screenshots."""
+    """An open page with engine nodes in it, its server, and what that says of nodes. ``steps`` names the pictures."""
 
     page: ComfyPage
     name: str
+    comfy: ComfyProcess | None = None
+    info: dict[str, Any] = field(default_factory=dict)
     steps: list[Path] = field(default_factory=list)
 
     def node(self, title: str) -> int:

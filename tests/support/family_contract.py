@@ -136,6 +136,7 @@ class Family:
         prompts: by name.
         native: prompts that no engine takes.
         loras: a prompt -> layers that a LoRA changes.
+        dynamic: some of these prompts, sampled under dynamic VRAM too.
         patches: words of a reason, and more in brackets -> what puts a patch inside a model.
         patched: prompts that are sampled with patches.
         sizes: by file.
@@ -157,6 +158,7 @@ class Family:
     prompts: Mapping[str, Prompt] = field(default_factory=dict)
     native: Mapping[str, Prompt] = field(default_factory=dict)
     loras: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    dynamic: Iterable[str] = ()
     patches: Mapping[str, Change] = field(default_factory=dict)
     patched: Iterable[str] = ()
     sizes: Mapping[str, Sizes] = field(default_factory=dict)

@@ -125,11 +125,3 @@ def residuals(net: NativeNetwork, tokens: int, doubles: str, singles: str, batch
     drawn = {letter: torch.randn(batch, tokens, net.module.hidden_size, generator=generator).to(net.dtype)
              for letter in sorted({*doubles, *singles} - {"."})}  # fmt: skip
     return {"input": [*map(drawn.get, doubles)], "output": [*map(drawn.get, singles)]}
-
-
-def native(net: NativeNetwork, given: dict[str, Any]) -> torch.Tensor:
-    """Native's result."""
-    control = given.get("control")
-    copied = {kind: list(found) for kind, found in control.items()} if control else control
-    with torch.inference_mode():
-        return net.module(**{**given, "control": copied})

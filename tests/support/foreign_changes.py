@@ -60,6 +60,22 @@ def with_part(path: str, other: Callable[[torch.nn.Module], torch.nn.Module]) ->
     return change
 
 
+def with_hook(path: str, before: bool = False) -> Change:
+    """Put a hook of torch's on a layer: behind it, or before."""
+
+    @contextlib.contextmanager
+    def change(net: torch.nn.Module) -> Iterator[None]:
+        layer = net.get_submodule(path)
+        if before:
+            hook = layer.register_forward_pre_hook(lambda _layer, given: (given[0] * 0.5, *given[1:]))
+        else:
+            hook = layer.register_forward_hook(lambda _layer, _given, result: result * 0.5)
+        with contextlib.closing(types.SimpleNamespace(close=hook.remove)):
+            yield
+
+    return change
+
+
 def fewer(blocks: torch.nn.ModuleList) -> torch.nn.ModuleList:
     return torch.nn.ModuleList(list(blocks)[:-1])
 

@@ -3,20 +3,46 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import comfy.controlnet
 import comfy.sample
 import comfy.sd
+import pytest
 import torch
-from hybrid_trt.streaming.frames import Changes, Frame, Settings
-from hybrid_trt.streaming.run import FrameTimes, run_stream
+from comfy.utils import load_torch_file
+from hybrid_trt.sampling.frame_times import FrameTimes
+from hybrid_trt.streaming.frames import Changes, Frame
+from hybrid_trt.streaming.run import run_stream
+from hybrid_trt.streaming.settings import Settings
 from hybrid_trt.streaming.stream import Stream
 from patched import sampling_node
 
 
+@pytest.fixture(scope="module")
+def vae(models: dict[str, Path]) -> comfy.sd.VAE:
+    """One that takes little time; the streams on a server have a KL autoencoder."""
+    return comfy.sd.VAE(sd=load_torch_file(str(models["tiny_sdxl_taesd"])))
+
+
+@pytest.fixture(scope="module")
+def net(models: dict[str, Path]) -> comfy.controlnet.ControlNet:
+    return comfy.controlnet.load_controlnet(str(models["tiny_sd15_flat_a"]))
+
+
+class TextEncoder:
+    """Stands for CLIP: each text has a prompt of its own, and a long one more tokens."""
+
+    def tokenize(self, text: str) -> int:
+        return len(text)
+
+    def encode_from_tokens_scheduled(self, tokens: int) -> list:
+        return [[random(1, 77 * (1 + tokens // 9), 768, seed=tokens), {"pooled_output": None}]]
+
+
 class Given:
-    """A source that has all of its frames from the start."""
+    """A source that has all of its frames from the start; ``pictures`` are in the order in which they came."""
 
     def __init__(self, *frames: Frame | None, ready: bool = True):
         self._frames, self._ready = frames, ready
@@ -33,6 +59,7 @@ class Given:
         return self._ready
 
     def give(self, number: int, picture: torch.Tensor) -> None:
+        assert number not in self.pictures
         self.pictures[number] = picture.clone()
 
     def refuse(self, why: str, settings: Changes) -> None:

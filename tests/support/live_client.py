@@ -22,12 +22,8 @@ Prompt = dict[str, Any]
 
 def double(**inputs: Any) -> Prompt:
     """A prompt of the test double of TRT Stream."""
-    return {
-        "stream": {
-            "class_type": "TestStreamDouble",
-            "inputs": {"seconds": 0.0, "patience": 60.0, "turn": 0, "fail_at": -1} | inputs,
-        }
-    }
+    usual = {"seconds": 0.0, "patience": 60.0, "turn": 0, "fail_at": -1}
+    return {"stream": {"class_type": "TestStreamDouble", "inputs": usual | inputs}}
 
 
 def token_of(comfy: ComfyProcess, timeout: float = 180.0) -> str:
@@ -56,6 +52,19 @@ def run_stream(
     return comfy.wait(queued, timeout)
 
 
+def run_client(
+    comfy: ComfyProcess, prompt: Prompt, act: Callable[[Client], Awaitable[None]], timeout: float = 180.0, **hello: Any
+) -> History:
+    """The same with a client that joins the stream and, when ``act`` is through, stops it."""
+
+    async def joining(token: str) -> None:
+        async with joined(comfy, token, **hello) as client:
+            await act(client)
+            assert await client.stop() == {"ended": "The stream was stopped."}
+
+    return run_stream(comfy, prompt, joining, timeout)
+
+
 @dataclass
 class Client:
     """An open WebSocket; texts that came while pictures were waited for are in ``told``."""
@@ -76,6 +85,11 @@ class Client:
                 return number, pictures.read(message.data[4:])
             assert message.type is aiohttp.WSMsgType.TEXT, (message, self.told)
             self.told.append(json.loads(message.data))
+
+    async def shown(self, image: torch.Tensor, kind: str = "raw") -> tuple[int, torch.Tensor]:
+        """Send a frame, and wait for the next picture."""
+        await self.frame(image, kind)
+        return await self.picture()
 
     async def ask(self, message: Any) -> dict[str, Any]:
         """Send a text, JSON unless it is one already, and return the answer; pictures before it are left out."""
@@ -117,6 +131,11 @@ async def joined(comfy: ComfyProcess, token: str, **hello: Any) -> AsyncIterator
             assert "ready" in client.told[0], client.told
             yield client
             return
+
+
+def same(picture: torch.Tensor, wanted: torch.Tensor) -> bool:
+    """Tell whether two pictures agree up to the rounding of a whole step."""
+    return picture.shape == wanted.shape and bool((picture - wanted).abs().max() <= 1.01 / 255)
 
 
 def image(seed: int, width: int = 64, height: int = 64) -> torch.Tensor:

@@ -22,7 +22,7 @@ PROFILE = Profile({"B": Range(1, 2, 4), "H": Range(4, 16, 40), "W": Range(4, 16,
                    "HB": Range(1, 1, 4)})
 
 
-def given_for(net: NativeNetwork, seed: int, **sizes: int) -> dict[str, torch.Tensor]:
+def given_for(net: NativeNetwork, seed: int = 1, **sizes: int) -> dict[str, torch.Tensor]:
     return sample_inputs(architecture_of(net.module).inputs(net.module, "float32"), SIZES | sizes, seed)
 
 

@@ -19,6 +19,7 @@ WIDTH = 1024
 TOGETHER = {"words": (12, 12)}
 """Prompts of one length, as ComfyUI makes them for Anima: one call a step."""
 BASE, FILE, OTHER = "tiny_anima", "tiny_anima_lllite", "tiny_anima_lllite_other"
+INPAINT = "tiny_anima_lllite_inpaint"
 
 
 def image(seed: int = 2, height: int = 72, width: int = 48, images: int = 1) -> torch.Tensor:

@@ -15,15 +15,17 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import ExitStack
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parents[1] / "tools")]
 
 import pack  # noqa: F401
-from hybrid_trt.engine_library import atomic_files, life_signs
-from hybrid_trt.engine_library.atomic_files import FileLock
+from hybrid_trt.engine_library import locks
+from hybrid_trt.engine_library.locks import FileLock
 
+_kept = ExitStack()  # work folders, until this process ends
 _locked: dict[tuple[int, int], int] = {}
 
 
@@ -47,10 +49,10 @@ def become(name: str, silence: float, ahead: float = 0.0) -> None:
     """Make this process a machine of its own."""
     right = time.time
     time.time = lambda: right() + ahead
-    life_signs._kernel = lambda: name
-    life_signs.BEAT, life_signs.SILENCE = silence / 10, silence
-    atomic_files._system_lock = _lock_here
-    atomic_files._SETTLE = 0.1
+    locks._kernel = lambda: name
+    locks.BEAT, locks.SILENCE = silence / 10, silence
+    locks._system_lock = _lock_here
+    locks._SETTLE = 0.1
 
 
 def answer(folder: Path, lock: FileLock, command: str) -> object:
@@ -58,12 +60,12 @@ def answer(folder: Path, lock: FileLock, command: str) -> object:
     if command == "give":
         return lock.release()
     if command == "folder":
-        work = atomic_files.new_work_folder(folder)
+        work = _kept.enter_context(locks.work_folder(folder))
         (work / "half").write_text("an engine")
         return work.name
     if command == "sweep":
-        return atomic_files.sweep(folder)
-    return {"take": lock.acquire, "lost": lock.lost, "elsewhere": lambda: life_signs.elsewhere(lock.path)}[command]()
+        return locks.sweep(folder)
+    return {"take": lock.acquire, "lost": lock.lost, "elsewhere": lock.is_elsewhere}[command]()
 
 
 class Machine:
@@ -78,12 +80,12 @@ class Machine:
         self.process.stdin.write(command + "\n")
         self.process.stdin.flush()
 
-    def told(self) -> object:
+    def reply(self) -> object:
         return json.loads(self.process.stdout.readline())
 
     def ask(self, command: str) -> object:
         self.tell(command)
-        return self.told()
+        return self.reply()
 
     def signal(self, number: int) -> None:
         self.process.send_signal(number)
@@ -99,11 +101,11 @@ class Machine:
 if __name__ == "__main__":
     root = Path(sys.argv[1])
     become(sys.argv[2], float(sys.argv[3]), float(sys.argv[4]))
-    locks: dict[str, FileLock] = {}
+    taken: dict[str, FileLock] = {}
     used = FileLock(root / "a.lock")
     for line in sys.stdin:
         command, _, file = line.strip().partition(" ")
         if file:
-            used = locks.setdefault(file, FileLock(root / file))
+            used = taken.setdefault(file, FileLock(root / file))
         sys.stdout.write(json.dumps(answer(root, used, command)) + "\n")
         sys.stdout.flush()

@@ -20,7 +20,7 @@ from comfy.model_patcher import ModelPatcher
 from hybrid_trt.comfy_model.network import NativeNetwork
 from hybrid_trt.engine_library import Library
 from hybrid_trt.sampling import native_weights
-from hybrid_trt.sampling.controlnet import back_with_engine
+from hybrid_trt.sampling.controlnet import back_with_engine, native_controlnet
 from hybrid_trt.sampling.engine_handle import EngineChoice, EngineHandle
 from patched import NAME, PROFILE, Patched, library_of, load, sampling_node
 
@@ -68,16 +68,23 @@ def controlnet(files: dict[str, Path]) -> ControlNet:
     return comfy.controlnet.load_controlnet(str(files[CONTROLNET]))
 
 
+def on_engine(
+    net: ControlNet, library: Library, backend: str = "torch", node: str = "engine"
+) -> tuple[ControlNet, EngineHandle]:
+    """A ControlNet as its engine node gives it, and the engine's handle."""
+    network = NativeNetwork.of_controlnet(native_controlnet(net), CONTROLNET)
+    handle = EngineHandle.look_up(network, EngineChoice(PROFILE, backend=backend), library, node)
+    return back_with_engine(native_controlnet(net), handle), handle
+
+
 class Controlled:
     """A native UNet with a ControlNet that the torch backend runs, so that no wrapper of the pack is on the model."""
 
     def __init__(self, model: ModelPatcher, native: ControlNet, library: Library):
-        self.model = model
-        network = NativeNetwork.of_controlnet(native, CONTROLNET)
-        self.handle = EngineHandle.look_up(network, EngineChoice(PROFILE, backend="torch"), library, "engine")
-        self.native = native.control_model_wrapped
+        self.model, self.native = model, native.control_model_wrapped
+        backed, self.handle = on_engine(native, library)
         image = torch.rand(1, 3, 64, 64, generator=torch.Generator().manual_seed(2))
-        self.net = back_with_engine(native, self.handle).copy().set_cond_hint(image, 0.7, (0.0, 1.0))
+        self.net = backed.copy().set_cond_hint(image, 0.7, (0.0, 1.0))
         self.plain = native.copy().set_cond_hint(image, 0.7, (0.0, 1.0))
 
     def sample(self, **options: Any) -> torch.Tensor:

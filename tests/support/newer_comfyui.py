@@ -188,12 +188,11 @@ class Recording:
     Attributes:
         open: how many forwards are being recorded; 0 while somebody has paused it.
         calls: how many were recorded.
-        paused: how often somebody paused it, recording or not.
         made: new tensors that were made while one was recorded, by the operator that made them; see ``counting``.
     """
 
     def __init__(self) -> None:
-        self.open = self.calls = self.paused = 0
+        self.open = self.calls = 0
         self.made: list[str] = []
         self._counts = False
 
@@ -209,7 +208,6 @@ class Recording:
 
     @contextlib.contextmanager
     def pause(self, sync: bool = False) -> Iterator[None]:
-        self.paused += 1
         before, self.open = self.open, 0
         try:
             yield

@@ -47,6 +47,14 @@ def build(handle: EngineHandle) -> Engine:
     return built_once(order, handle.library)
 
 
+def built_for(net: NativeNetwork, folder: Path, *sets: tuple[Picture, ...]) -> tuple[EngineHandle, list[Engine]]:
+    """Build an engine for each set of pictures; return the last set's handle, which has found them, and them."""
+    handles = [handle_of(net, folder, *pictures) for pictures in sets]
+    engines = [build(handle) for handle in handles]
+    handles[-1].refresh()
+    return handles[-1], engines
+
+
 def serve(handle: EngineHandle, sizes: dict[str, int]) -> tuple[bool, float]:
     """Return whether a call was served, and how far its result is from native's."""
     net = handle.network

@@ -11,18 +11,25 @@ from comfy_process import ComfyProcess
 OURS = {"X-Hybrid-TRT": "1"}
 
 
-def ask(
-    comfy: ComfyProcess, method: str, path: str, body: bytes | None = None, headers: dict[str, str] = OURS
-) -> tuple[int, Any]:
-    """Return status and JSON of a request."""
+def answered(
+    comfy: ComfyProcess, method: str, path: str, body: bytes | None, headers: dict[str, str]
+) -> tuple[int, str, bytes]:
+    """Return status, type and content of the answer to a request."""
     connection = http.client.HTTPConnection("127.0.0.1", comfy.port, timeout=30)
     try:
         connection.request(method, f"/hybrid_trt{path}", body, headers)
         answer = connection.getresponse()
-        text = answer.read()
-        return answer.status, json.loads(text) if text.startswith((b"{", b"[")) else text.decode(errors="replace")
+        return answer.status, answer.headers.get("Content-Type", ""), answer.read()
     finally:
         connection.close()
+
+
+def ask(
+    comfy: ComfyProcess, method: str, path: str, body: bytes | None = None, headers: dict[str, str] = OURS
+) -> tuple[int, Any]:
+    """Return status and JSON of a request."""
+    status, _, text = answered(comfy, method, path, body, headers)
+    return status, json.loads(text) if text.startswith((b"{", b"[")) else text.decode(errors="replace")
 
 
 def post(comfy: ComfyProcess, path: str, data: Any) -> tuple[int, Any]:

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import itertools
+import math
 from pathlib import Path
 from typing import Any
 
 import comfy.sd
+import pytest
 import torch
 from comfy import model_management
 from comfy.model_patcher import ModelPatcher
 from comfy_execution.utils import CurrentNodeContext
+from hybrid_trt.architectures.shapes import Profile
 from hybrid_trt.backends import backends
 from hybrid_trt.comfy_model.network import NativeNetwork
 from hybrid_trt.engine_builder.build import build_engine, run_here
 from hybrid_trt.engine_builder.order import BuildOrder
-from hybrid_trt.engine_library import Library, Reason, Unavailable
+from hybrid_trt.engine_library import Engine, Library, Reason, Unavailable
 from hybrid_trt.sampling.engine_handle import EngineChoice, EngineHandle
 from hybrid_trt.sampling.engine_patcher import EnginePatcher
 from hybrid_trt.sampling.model_wrapper import patch_model
@@ -41,11 +44,41 @@ def library_of(file: Path, folder: Path) -> Library:
     """A library with the engine of the file, built once per process."""
     if file not in _libraries:
         library = Library([folder])
-        network = NativeNetwork.of_model(load(file), NAME)
-        order = BuildOrder(network, network.precision, PROFILE, backends()["onnxruntime"])
-        build_engine(order, library, lambda _phase, _fraction: None, run=run_here)
+        built_here(NativeNetwork.of_model(load(file), NAME), library)
         _libraries[file] = library
     return _libraries[file]
+
+
+def built_here(
+    network: NativeNetwork, library: Library, backend: str = "onnxruntime", profile: Profile = PROFILE,
+    precision: str = "float32", **options: Any,
+) -> Engine:  # fmt: skip
+    """An engine that is built in this process."""
+    order = BuildOrder(network, precision, profile, backends()[backend], **options)
+    return build_engine(order, library, lambda _phase, _fraction: None, run=run_here)
+
+
+def with_lora(model: ModelPatcher, strength: float = 0.8, seed: int = 5, ends: Any = "to_k.weight") -> ModelPatcher:
+    """The model with differences on the weights whose names end so, as nodes for LoRAs give it."""
+    changed, generator = model.clone(), torch.Generator().manual_seed(seed)
+    shapes = {name: weight.shape for name, weight in model.model.named_parameters() if name.endswith(ends)}
+    patches = {name: ("diff", (torch.randn(shape, generator=generator) / shape[-1] ** 0.5,))
+               for name, shape in shapes.items()}  # fmt: skip
+    assert set(changed.add_patches(patches, strength)) == set(patches) != set()
+    return changed
+
+
+def spoil(session: Any, patch: pytest.MonkeyPatch, call: int = 1, value: float = float("nan"), place: int = 0) -> None:
+    """From this call on one of an engine's results has one value of this kind."""
+    calls, run = itertools.count(1), session.run
+
+    def broken(*given: Any) -> dict[str, torch.Tensor]:
+        results = run(*given)
+        if next(calls) >= call:
+            list(results.values())[place].view(-1)[3] = value
+        return results
+
+    patch.setattr(session, "run", broken)
 
 
 def natively(file: Path) -> torch.Tensor:
@@ -73,6 +106,22 @@ class Patched:
     def counts(self) -> tuple[int, int]:
         """Calls of the last run on the engine, and native."""
         return self.handle.stats.engine, self.handle.stats.native
+
+
+class Failing:
+    """Stands in front of a function: fails after so many calls, in some or in all further ones."""
+
+    def __init__(self, real: Any, served: int = 0, fails: float = math.inf, error: Exception | None = None):
+        self._real, self._served, self._fails = real, served, fails
+        self._error = error or torch.OutOfMemoryError("CUDA out of memory")
+        self.failed = 0
+
+    def __call__(self, *arguments: Any, **options: Any) -> Any:
+        self._served -= 1
+        if self._served < 0 and self.failed < self._fails:
+            self.failed += 1
+            raise self._error
+        return self._real(*arguments, **options)
 
 
 def sampling_node() -> CurrentNodeContext:

@@ -26,6 +26,9 @@ FORMATS: dict[str, dict[str, Any]] = {
 }
 """Name -> ComfyUI's format and how its weights are made."""
 
+FAST = "fp8_e4m3fn_fast"
+"""Plain weights that ComfyUI multiplies in fp8; UNETLoader's name for them."""
+
 UNSERVED: dict[str, dict[str, Any]] = {"w4a4": {"format": "convrot_w4a4"}, "w4a8": {"format": "asym_w4a8_int8"}}
 """Formats that no engine takes. Older versions of ComfyUI lack the second."""
 
@@ -54,6 +57,15 @@ def plain_fp8(
     net = network(kind, layout, dtype, operations=fp8_ops if fast else manual_cast)
     net.module.to(torch.float8_e4m3fn)
     return NativeNetwork(net.patcher, net.module, net.prefix, dtype, net.label, net.role)
+
+
+def made(
+    kind: str, name: str, layout: str, dtype: torch.dtype = torch.float32, disabled: frozenset[str] = ON_CPU
+) -> NativeNetwork:
+    """A network with weights of a format, or with those of ``FAST``."""
+    if name == FAST:
+        return plain_fp8(layout, dtype, fast=True, kind=kind)
+    return quantised(kind, layout, name, dtype, disabled)
 
 
 def quantised_state(state: dict[str, torch.Tensor], layers: list[str], name: str) -> dict[str, torch.Tensor]:

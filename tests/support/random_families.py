@@ -120,35 +120,35 @@ class Workflow:
 
     family: str
     unet: str
-    size: tuple[int, int, int]
-    length: int
-    tokens: tuple[int, int, int]
-    words: int
-    seed: int
-    steps: int
-    cfg: float
-    sampler: str
-    scheduler: str
-    denoise: float
-    picture: bool
-    before: tuple[ModelNode, ...]
-    after: tuple[ModelNode, ...]
-    patches: tuple[Patch, ...]
-    nets: tuple[Net, ...]
-    conditioning: str
-    negative: str
-    references: tuple[tuple[int, int], ...]
-    negative_references: bool
-    method: str
-    guidance: float | None
-    style: str
-    relay: str
-    video: tuple[float, ...]
-    stack: bool
-    way: str
-    backend: str
-    weights: str
-    vae_engine: bool
+    size: tuple[int, int, int] = (64, 64, 1)
+    length: int = 0
+    tokens: tuple[int, int, int] = (20, 31, 9)
+    words: int = 0
+    seed: int = 6
+    steps: int = 2
+    cfg: float = 3.0
+    sampler: str = "euler"
+    scheduler: str = "simple"
+    denoise: float = 1.0
+    picture: bool = False
+    before: tuple[ModelNode, ...] = ()
+    after: tuple[ModelNode, ...] = ()
+    patches: tuple[Patch, ...] = ()
+    nets: tuple[Net, ...] = ()
+    conditioning: str = "plain"
+    negative: str = "plain"
+    references: tuple[tuple[int, int], ...] = ()
+    negative_references: bool = False
+    method: str = ""
+    guidance: float | None = None
+    style: str = "one sampler"
+    relay: str = "tiny_zimage"
+    video: tuple[float, ...] = ()
+    stack: bool = False
+    way: str = "patch"
+    backend: str = "torch"
+    weights: str = "built in"
+    vae_engine: bool = False
 
     def nudged(self) -> Workflow:
         """Next to nothing changed, which tells how far rounding leads astray here.
@@ -255,13 +255,7 @@ def model_node(f: Family, name: str, models: Sequence[str], inputs: Mapping[str,
 def plain(family: str) -> Workflow:
     """Text alone to a small picture, or to a short video, on live weights."""
     f = FAMILIES[family]
-    return Workflow(
-        family=family, unet=f.files[0], size=(64, 64, 1), length=5 if f.video else 0, tokens=(20, 31, 9), words=0,
-        seed=6, steps=2, cfg=3.0, sampler="euler", scheduler="simple", denoise=1.0, picture=False, before=(), after=(),
-        patches=(), nets=(), conditioning="plain", negative="plain", references=(), negative_references=False,
-        method="", guidance=None, style="one sampler", relay="tiny_zimage", video=(), stack=False, way="patch",
-        backend="torch", weights="built in", vae_engine=False,
-    )  # fmt: skip
+    return Workflow(family, f.files[0], length=5 if f.video else 0)
 
 
 def _options(spec: list[Any]) -> list[str]:

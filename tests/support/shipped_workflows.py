@@ -6,9 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-import pytest
 import slow
-from comfy_process import ComfyProcess
 from workflow_recipes import RECIPES
 from workflow_transformers import TRANSFORMERS as RECIPES_OF_TRANSFORMERS
 
@@ -24,8 +22,3 @@ Workflow = dict[str, Any]
 
 def shipped(name: str) -> Workflow:
     return json.loads((FOLDER / f"{TITLES[name]}.json").read_text(encoding="utf-8"))
-
-
-@pytest.fixture(scope="session")
-def object_info(comfy: ComfyProcess) -> dict[str, Any]:
-    return comfy.object_info()

@@ -11,7 +11,7 @@ from comfy.cldm.cldm import ControlNet
 from comfy.ldm.modules.diffusionmodules.openaimodel import UNetModel
 from hybrid_trt.architectures import Role
 from hybrid_trt.comfy_model.network import UNET_PREFIX, NativeNetwork
-from hybrid_trt.sessions.per_image_cache import LivePerImagePasses
+from hybrid_trt.sessions.made_inputs import LivePerImagePasses
 
 CPU = torch.device("cpu")
 SMALL = {"model_channels": 64, "legacy": False, "image_size": 32, "in_channels": 4, "use_spatial_transformer": True}

@@ -39,8 +39,6 @@ PATCHES: Sequence[tuple[str, dict[str, Any]]] = (
     ("RescaleCFG", {"multiplier": 0.7}),
 )
 FLAT = "tiny_sd15_flat_unet"
-ARENA = 64 << 20
-"""Bytes at whose multiples glibc places an arena of a thread."""
 
 
 @dataclass
@@ -52,9 +50,6 @@ class Figures:
         memory: resident bytes of the server, read at even distances with all models unloaded and freed memory given
             back; ``private``: those of them that are no file's. The system takes pages of files back at any time.
         reserved: bytes that torch has reserved on the GPU, and ``card``: all that is in use there; empty on a CPU.
-        files: how many files and sockets the server holds open.
-        kinds: at each reading, resident bytes of ``[heap]``, of ``arenas`` (what glibc's other threads allocate from),
-            of ``[anon]``, which is other memory without a file, and of all files that are mapped.
     """
 
     seed: int
@@ -69,8 +64,6 @@ class Figures:
     private: list[int] = field(default_factory=list)
     reserved: list[int] = field(default_factory=list)
     card: list[int] = field(default_factory=list)
-    files: list[int] = field(default_factory=list)
-    kinds: list[dict[str, int]] = field(default_factory=list)
     wrong: list[str] = field(default_factory=list)
     seconds: float = 0.0
 
@@ -235,25 +228,13 @@ class Soak:
         self._comfy.post("/history", {"clear": True})
         self._comfy.free()
         self._comfy.post("/comfy_test_nodes/trim", {})
-        process = psutil.Process(self._comfy.pid)
-        told = process.memory_info()
+        told = psutil.Process(self._comfy.pid).memory_info()
         self.seen.memory.append(told.rss)
         self.seen.private.append(told.rss - told.shared)
-        self.seen.files.append(process.num_fds())
-        self.seen.kinds.append(_kinds(process))
         device = self._comfy.get("/system_stats")["devices"][0]
         if device["type"] == "cuda":
             self.seen.reserved.append(device["torch_vram_total"])
             self.seen.card.append(device["vram_total"] - device["vram_free"])
-
-
-def _kinds(process: psutil.Process) -> dict[str, int]:
-    found: Counter[str] = Counter()
-    for mapped in process.memory_maps(grouped=False):
-        kind = mapped.path if mapped.path.startswith("[") else "files"
-        begin = int(mapped.addr.split("-")[0], 16)
-        found["arenas" if kind == "[anon]" and begin % ARENA == 0 else kind] += mapped.rss
-    return {kind: size for kind, size in found.items() if size > 1 << 20}
 
 
 def tracebacks_of_ours(log: str) -> list[str]:

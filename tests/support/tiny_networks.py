@@ -58,10 +58,3 @@ TINY = {
         ControlNet, _LDM | {"hint_channels": 3}, {"x": _IMAGE, "context": _CONTEXT, "hint": (1, 3, 64, 64)}
     ),
 }  # fmt: skip
-
-SAME_WEIGHTS: dict[str, list[dict[str, Any]]] = {
-    "unet": [{"num_heads": 2}],
-    "unet of SDXL's kind": [{"num_head_channels": 16}],
-    "controlnet": [{"num_heads": 2}],
-}  # fmt: skip
-"""Other arguments of constructors, with which a network computes something else, mostly with the same weights."""

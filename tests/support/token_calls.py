@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,13 +17,10 @@ from hybrid_trt.comfy_model.network import NativeNetwork
 from hybrid_trt.engine_builder.build import build_engine, run_here
 from hybrid_trt.engine_builder.order import BuildOrder
 from hybrid_trt.engine_library import Engine, Library
-from hybrid_trt.engine_library.engine import relative_error
 from hybrid_trt.sampling.engine_handle import EngineChoice, EngineHandle
 from hybrid_trt.sampling.model_wrapper import patch_model
 from patched import sampling_node
 
-Run = Callable[[dict], dict]
-Control = dict[str, list] | None
 Size = tuple[int, int]
 
 
@@ -68,22 +65,6 @@ def engine_of(network: NativeNetwork, folder: Path) -> Engine:
     return build_engine(order, Library([folder]), lambda *_: None, run=run_here)
 
 
-def natively(network: NativeNetwork, call: dict[str, Any], control: Control = None) -> torch.Tensor:
-    given = {**call, "transformer_options": {}}
-    if control is not None:  # native empties the lists
-        given["control"] = {name: list(found) for name, found in control.items()}
-    return network.module(given.pop("x"), given.pop("timesteps"), given.pop("context"), **given)
-
-
-def error_of(network: NativeNetwork, run: Run, call: dict[str, Any], control: Control = None) -> float:
-    bind = network.architecture().binding(network.module)
-    with torch.inference_mode():
-        bound = bind({**call, **({"control": control} if control else {})})
-        result = bound.finish(run(bound.inputs))
-        assert result.shape == call["x"].shape
-        return relative_error(result, natively(network, call, control))
-
-
 def sample(
     model: ModelPatcher, width: int, size: Size = (8, 6), words: tuple[int, int] = (9, 30), cfg: float = 3.0,
     references: list[Size] | None = None, method: str | None = None, **entries: Any,
@@ -107,8 +88,9 @@ def sample(
 class Patched:
     """A network's model with an engine behind the sampler patch."""
 
-    def __init__(self, network: NativeNetwork, folder: Path, backend: str, any_weights: bool = False):
-        choice = EngineChoice(profile_of(network), backend=backend, replaceable=any_weights)
+    def __init__(self, network: NativeNetwork, folder: Path, backend: str, any_weights: bool = False,
+                 profile: Profile | None = None):
+        choice = EngineChoice(profile or profile_of(network), backend=backend, replaceable=any_weights)
         self.handle = EngineHandle.look_up(network, choice, Library([folder]), f"{backend} in {folder}")
         self.model = patch_model(network.patcher, self.handle)
 

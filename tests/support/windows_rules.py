@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hybrid_trt.engine_library import atomic_files
+from hybrid_trt.engine_library import safe_files
 
 DEVICES = {"con", "prn", "aux", "nul", *(f"{port}{n}" for port in ("com", "lpt") for n in range(1, 10))}
 
@@ -124,6 +124,6 @@ def windows_rules() -> Iterator[WindowsRules]:
         patch.setattr(os, "remove", rules.unlink)
         patch.setattr(shutil, "_use_fd_functions", False)
         patch.setitem(sys.modules, "msvcrt", msvcrt)
-        patch.setattr(atomic_files, "WINDOWS", True)
-        patch.setattr(atomic_files, "RENAME_SECONDS", 0.3)
+        patch.setattr(safe_files, "WINDOWS", True)
+        patch.setattr(safe_files, "RENAME_SECONDS", 0.3)
         yield rules

@@ -86,10 +86,6 @@ class SlowBackend:
         progress("compiling", 0.5)
         time.sleep(600)
 
-    def _memory(self, request: Any, progress: Any) -> None:
-        """Asks for more than the task's memory, and touches none of it."""
-        bytearray(4_000_000_000)
-
     def _hold_the_gil(self, request: Any, progress: Any) -> None:
         """As a native build that never lets Python's other threads run."""
         import ctypes
@@ -131,11 +127,6 @@ class SlowBackend:
 
     def _error(self, request: Any, progress: Any) -> None:
         raise RuntimeError("the compiler is confused")
-
-    def _disk(self, request: Any, progress: Any) -> None:
-        with (request.folder / "large").open("wb") as file:
-            for _ in range(1000):
-                file.write(bytes(1 << 20))
 
 
 BACKEND = SlowBackend()

@@ -91,30 +91,18 @@ class ToyNet(torch.nn.Module):
         self.register_buffer("frequencies", torch.linspace(1, 9, 8), persistent=False)
 
     def forward(
-        self,
-        x: torch.Tensor,
-        timestep: torch.Tensor,
-        context: torch.Tensor,
-        guidance: torch.Tensor | None = None,
-        mask: torch.Tensor | None = None,
-        control: dict | None = None,
-        transformer_options: dict | None = None,
-    ) -> torch.Tensor:
+        self, x: torch.Tensor, timestep: torch.Tensor, context: torch.Tensor, guidance: torch.Tensor | None = None,
+        mask: torch.Tensor | None = None, control: dict | None = None, transformer_options: dict | None = None,
+    ) -> torch.Tensor:  # fmt: skip
         options = transformer_options or {}
         wrappers = get_all_wrappers(WrappersMP.DIFFUSION_MODEL, options)
         executor = WrapperExecutor.new_class_executor(self._forward, self, wrappers)
         return executor.execute(x, timestep, context, guidance, mask, control, options)
 
     def _forward(
-        self,
-        x: torch.Tensor,
-        timestep: torch.Tensor,
-        context: torch.Tensor,
-        guidance: torch.Tensor | None = None,
-        mask: torch.Tensor | None = None,
-        control: dict | None = None,
-        transformer_options: dict | None = None,
-    ) -> torch.Tensor:
+        self, x: torch.Tensor, timestep: torch.Tensor, context: torch.Tensor, guidance: torch.Tensor | None = None,
+        mask: torch.Tensor | None = None, control: dict | None = None, transformer_options: dict | None = None,
+    ) -> torch.Tensor:  # fmt: skip
         lists = [(control or {}).get(name) or [] for name in ("input", "output")]
         residuals = [one for found in lists for one in [*found, None, None][: BLOCKS // 2]]
         return to_image(self.on_tokens(to_tokens(x), context, timestep, _of(x, rotary), residuals), x)

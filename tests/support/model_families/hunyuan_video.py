@@ -143,6 +143,7 @@ FAMILY = Family(
     },
     loras=dict.fromkeys(("text to video", "text by byT5", "a picture", "original", "a still picture, text by byT5"),
                         LORA),
+    dynamic=["text by byT5"],
     patched=["text to video"],
     patches=PATCHES,
     sizes={

@@ -20,11 +20,12 @@ def calls_of(file: str, width: int, calls: Mapping[str, token_calls.Call]) -> di
     return {name: Call(file, partial(draw, call)) for name, call in calls.items()}
 
 
-def references(*sides: tuple[int, int], method: str | None = None) -> Callable[[Random], dict[str, Any]]:
-    """Entries of a conditioning that refers to pictures."""
+def references(*sides: tuple[int, ...], method: str | None = None, row: bool = True, **more: Any
+               ) -> Callable[[Random], dict[str, Any]]:  # fmt: skip
+    """Entries of a conditioning that refers to pictures; in a ``row`` of one each, as most families have them."""
 
     def entries(random: Random) -> dict[str, Any]:
-        found = {"reference_latents": [random(1, 16, 1, *one) for one in sides]}
+        found = more | {"reference_latents": [random(1, 16, *[1] * row, *one) for one in sides]}
         return found | ({"reference_latents_method": method} if method else {})
 
     return entries

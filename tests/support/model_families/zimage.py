@@ -67,7 +67,8 @@ FAMILY = Family(
             "attention_mask": torch.tensor([[1] * 15 + [0] * 5]), "pooled_output": torch.ones(1, 8)}),
     },
     native={"references": prompt(entries=lambda random: {"reference_latents": [random(1, 16, 6, 8)]})},
-    loras={"two lengths": ("layers.1.attention.qkv", "context_refiner.0.feed_forward.w2")},
+    loras={"two lengths": ("layers.1.attention.qkv", "context_refiner.0.feed_forward.w2"),
+           "without CFG": ("context_refiner.0.feed_forward.w2",)},
     patched=["two lengths"],
     patches={
         "noise_refiner": model_patch("noise_refiner", lambda given: {"img": given["img"] * 1.1}),

@@ -1,7 +1,11 @@
-"""Per-image passes: the part of a network that works on its control image or prompt alone, run once for all steps."""
+"""Inputs that a session makes: results of per-image passes, and zeros for absent inputs.
+
+A per-image pass is the part of a network that works on its control image or prompt alone. It runs once for all steps.
+"""
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -11,10 +15,10 @@ from typing import TYPE_CHECKING
 import torch
 
 from ..architectures.calls import PerImagePass, Unsupported
-from ..architectures.shapes import ShapeMismatch, bind
-from ..comfy_model.joined_weights import live_weights
+from ..architectures.shapes import Shape, ShapeMismatch, TensorSpec, bind
+from ..comfy_model.live_weights import LiveWeights
 from ..comfy_model.network import NativeNetwork
-from ..comfy_model.torch_kernels import laid_out
+from ..comfy_model.torch_kernels import laid_out, strides_of
 from ..engine_library import Reason, Unavailable
 from .cuda_capture import in_larger_graph, read_by_larger_graph
 from .gpu_memory import no_room
@@ -22,14 +26,15 @@ from .gpu_memory import no_room
 if TYPE_CHECKING:
     from comfy.model_patcher import ModelPatcher
 
-KEPT = 4
+KEPT_SOURCES = 4
+"""Sources whose results a cache keeps."""
 
 Results = tuple[torch.Tensor, ...]
 
 
 @dataclass
 class _Entry:
-    """The results for a source, with its version then, or its values if it has no versions."""
+    """The results for a source, with the source's version when they were computed, or its values without versions."""
 
     source: weakref.ref[torch.Tensor]
     version: int | None
@@ -49,9 +54,9 @@ class _Entry:
 class ResultCache:
     """Cache of the results for the latest sources, for example control images.
 
-    ComfyUI makes one tensor per image and size and gives the same object to every step, so the object is the key; of
-    prompts ``sampling.run_inputs`` sees to that. An in-place change shows in its version, or in its values if it
-    has no version.
+    The tensor object is the key: ComfyUI makes a tensor per image and size and gives it to every step, and
+    ``sampling.run_inputs`` does the same for prompts. An in-place change shows in the tensor's version, or in its
+    values if it has no version.
     """
 
     def __init__(self, compute: Callable[[torch.Tensor, Hashable], Results]):
@@ -70,16 +75,16 @@ class ResultCache:
             if entry.source() is source and entry.weights == weights and entry.extra == extra and entry.holds():
                 read_by_larger_graph(entry.results)
                 return entry.results
-        if in_larger_graph():  # the source is of the graph, and each replay has other values in it
+        if in_larger_graph():  # the source belongs to the graph: each replay has other values in it
             return self._compute(source, extra)
-        others = (entry for entry in self._entries if entry.weights == weights and entry.source() is not None)
-        self._entries = [entry for entry in others if entry.source() is not source or entry.holds()]
+        alive = (entry for entry in self._entries if entry.weights == weights and entry.source() is not None)
+        self._entries = [entry for entry in alive if entry.source() is not source or entry.holds()]
         results = self._compute(source, extra)
         self.computed += 1
         counts = not source.is_inference()
         as_it_was = (source._version, None) if counts else (None, source.clone())
         entry = _Entry(weakref.ref(source), *as_it_was, extra, weights, results)
-        self._entries = [*self._entries[1 - KEPT :], entry]
+        self._entries = [*self._entries[1 - KEPT_SOURCES :], entry]
         return results
 
     def clear(self) -> None:
@@ -87,7 +92,7 @@ class ResultCache:
 
 
 class PerImagePasses:
-    """The per-image passes of one network, on weights that another object keeps up to date.
+    """The per-image passes of a network, on weights that another object keeps up to date.
 
     Attributes:
         steady: names of the engine inputs that the passes give: the same tensor objects for the same image.
@@ -160,18 +165,18 @@ class LivePerImagePasses:
             ReplacedForward: another node replaced a part of the network.
         """
         dtype = getattr(torch, precision)
-        self._weights = live_weights(network, dtype, share=False)
+        self._weights = LiveWeights(network, dtype, share=False)
         parts = network.architecture().passes(self._weights.module)
         self.passes = PerImagePasses(parts, network.device, dtype, torch.Tensor.contiguous)
         self._weights.only(torch.nn.ModuleList(part.function for part in self.passes))
 
     def release(self) -> None:
-        """Free weights and results; the next call makes them again."""
+        """Drop weights and results; the next call makes them again."""
         self.passes.clear()
         self._weights.release()
 
     def sync_from(self, patcher: ModelPatcher) -> None:
-        """Compute with a patcher's weights; cheap if its patches are those of the last call.
+        """Compute with a patcher's weights; cheap if it has the patches of the last call.
 
         Raises:
             Unavailable: memory is short.
@@ -191,8 +196,42 @@ class LivePerImagePasses:
 
 @contextmanager
 def _explained() -> Iterator[None]:
-    """Raise Unavailable for torch's error of memory."""
+    """Turn torch's error of memory into Unavailable."""
     try:
         yield
     except torch.OutOfMemoryError as error:
         raise no_room("to encode the control image") from error
+
+
+def _contiguous(shape: Shape) -> tuple[int, ...]:
+    return strides_of(shape, torch.contiguous_format)
+
+
+class Zeros:
+    """Zeros of any shape on a device, which nobody writes to. All zeros of a dtype share the memory of the largest."""
+
+    def __init__(self, device: torch.device, strides: Callable[[Shape], tuple[int, ...]] = _contiguous):
+        """
+        Args:
+            strides: gives the layout for a shape.
+        """
+        self._device = device
+        self._strides = strides
+        self._memory: dict[str, torch.Tensor] = {}
+        self._views: dict[tuple[Shape, str], torch.Tensor] = {}
+
+    def of(self, absent: Sequence[TensorSpec], symbols: Mapping[str, int]) -> dict[str, torch.Tensor]:
+        """Return zeros for these inputs in a call of these sizes, by name."""
+        wanted = [(spec.shape(symbols), spec.dtype) for spec in absent]
+        new = {key for key in wanted if key not in self._views}
+        for shape, dtype in sorted(new, key=lambda key: math.prod(key[0]), reverse=True):  # the largest takes memory
+            size, memory = math.prod(shape), self._memory.get(dtype)
+            if memory is None or memory.numel() < size:
+                memory = self._memory[dtype] = torch.zeros(size, dtype=getattr(torch, dtype), device=self._device)
+            self._views[shape, dtype] = memory.as_strided(shape, self._strides(shape))
+        return {spec.name: self._views[key] for spec, key in zip(absent, wanted, strict=True)}
+
+    def clear(self) -> None:
+        """Let go of the memory."""
+        self._memory.clear()
+        self._views.clear()
