@@ -38,7 +38,7 @@ _ELSEWHERE = "-"
 """Text of a value that is written elsewhere, or belongs to no structure."""
 
 _EARLIER = {".token_layers.PlainNorm": ".rotary.PlainNorm"}
-"""Places of our classes that have moved -> those that stored keys name."""
+"""Places of our classes that have moved -> the places that stored keys name."""
 
 
 def structure_hash(module: torch.nn.Module, live: bool = False) -> str:

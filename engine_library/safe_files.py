@@ -30,7 +30,7 @@ SMALL, NOTES = 1 << 20, 1 << 25
 
 
 def open_regular(path: Path, flags: int = os.O_RDONLY, mode: int = 0o644) -> int:
-    """Open a file and return its descriptor; flags and mode are those of ``os.open``.
+    """Open a file and return its descriptor; flags and mode are as of ``os.open``.
 
     Raises:
         OSError: it cannot be opened, or is a link, a pipe, a device or a folder.

@@ -32,7 +32,7 @@ class NodeInput:
     """One network of an engine node: the running prompt, the node's id, and the input with the network.
 
     Attributes:
-        sizes: numbers that replace those of the prompt in the key; see ``nodes.engines.for_its_pictures``.
+        sizes: numbers that replace the prompt's in the key; see ``nodes.engines.for_its_pictures``.
     """
 
     prompt: DynamicPrompt

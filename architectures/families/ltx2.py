@@ -152,7 +152,7 @@ class _Places:
 
         Args:
             sizes: all that coordinates depend on, but for guides.
-            coordinates: gives those of video and sound; all of a batch have the same.
+            coordinates: gives the coordinates of video and sound; all of a batch have the same.
             by_value: whether guides have places of their own, so that coordinates are compared.
         """
         wanted = sizes, rate, dtype, by_value
@@ -267,7 +267,7 @@ def _clocks(
 
 
 def _clocks_of_sound(time: torch.Tensor, tokens: int, before: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same for sound; tokens of a reference stand before the others, at time zero."""
+    """The same for sound; tokens of a reference stand before its own, at time zero."""
     if time.ndim > 1 and time[0].numel() > 1:
         times = F.pad(time.reshape(time.shape[0], -1), (before, 0))
         return _at_least_two(times, torch.arange(tokens, device=time.device))

@@ -144,7 +144,7 @@ def _bind(module: MiniMaxH3Model, kept: Kept, call: Mapping[str, Any]) -> Engine
 
 
 def _shifts(module: MiniMaxH3Model, call: Mapping[str, Any]) -> tuple[float, float]:
-    """The shifts of the schedules of video and sound; a node may have set others."""
+    """The shifts of the schedules of video and sound; a node may have set them."""
     options = call.get("transformer_options") or {}
     return (float(options.get("minimax_h3_sigma_shift_video", module.sigma_shift_video)),
             float(options.get("minimax_h3_sigma_shift_audio", module.sigma_shift_audio)))  # fmt: skip
@@ -199,7 +199,7 @@ def _of_layout(
 def _conditions(
     module: MiniMaxH3Model, layout: Any, payload: Mapping[str, Any], device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The rows of all conditions in their order, those of sound filled up with zeros, and 1 for each of sound."""
+    """The rows of all conditions in their order, rows of sound filled up with zeros, and 1 for each of sound."""
     width = module.video_patch_proj.in_features
     left = {True: module._cond_audio_rows(payload, device), False: module._cond_video_rows(payload, device)}
     found, flags = [torch.zeros(0, width, device=device)], [torch.zeros(0, device=device)]
