@@ -109,7 +109,7 @@ class RotaryAttention:
         return F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
 
 
-def normed(x: torch.Tensor, scale: torch.Tensor, eps: float) -> torch.Tensor:
+def normed(x: torch.Tensor, scale: torch.Tensor | float, eps: float) -> torch.Tensor:
     """Return the RMS norm of ``x`` in float32, times a scale in float32."""
     wide = x.float()
     return wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * scale

@@ -13,7 +13,7 @@ from comfy.ldm.lightricks.av_model import BasicAVTransformerBlock, LTXAVModel
 from comfy.ldm.lightricks.model import LTXVModel
 
 from .. import Role
-from ..calls import Binding, EngineCall, PerImagePass, Unsupported
+from ..calls import Binding, EngineCall, PerImagePass, Unsupported, prompt_of, refuse_all_but
 from ..shapes import MOST, Dim, Picture, Range, RequestedSizes, Sizes, Symbol, TensorSpec
 from ..sizes import BATCH, PROMPT, ImageTokenSizes
 from .ltx2_network import OnTokens
@@ -167,18 +167,14 @@ class _Places:
 
 _OFF = ("run_vx", "run_ax", "a2v_cross_attn", "v2a_cross_attn")
 """Options that switch a part of the blocks off."""
-_IGNORED = frozenset({*LTX2.arguments, "a_timestep", "audio_denoise_mask", "ref_audio", "guide_attention_entries",
-                      "crossattn_controlnet"})  # fmt: skip
+_TAKEN = frozenset({*LTX2.arguments, "a_timestep", "audio_denoise_mask", "ref_audio", "guide_attention_entries",
+                    "crossattn_controlnet"}) - {"attention_mask"}  # fmt: skip
 """Arguments that a call may carry."""
 
 
 def _bind(module: LTXAVModel, shell: LTXAVModel, places: _Places, call: Mapping[str, Any]) -> EngineCall:
-    x, context, options = call["x"], call.get("context"), call.get("transformer_options") or {}
-    if context is None:
-        raise Unsupported("there is no prompt")
-    for name in (*(call.keys() - _IGNORED), "attention_mask"):
-        if call.get(name) is not None:
-            raise Unsupported(name)
+    x, context, options = call["x"], prompt_of(call), call.get("transformer_options") or {}
+    refuse_all_but(call, _TAKEN)
     for name in _OFF:
         if not options.get(name, True):
             raise Unsupported(f"{name} is off")

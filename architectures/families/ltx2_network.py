@@ -13,7 +13,7 @@ from comfy.ldm.lightricks.model import CrossAttention, FeedForward, LTXRopeType
 
 from ..blocks import in_blocks
 from ..quantised_linear import linear_behind
-from ..token_layers import attended, rotated, write_out_norms
+from ..token_layers import attended, normed, rotated, write_out_norms
 
 FOLDS = "linear_input_act" in FeedForward.forward.__code__.co_names
 """True for versions of ComfyUI that fold the activation into the linear layer behind it."""
@@ -45,9 +45,8 @@ class _Stream(NamedTuple):
 
 
 def _normed(x: torch.Tensor) -> torch.Tensor:
-    """Native's norm without weights, written out for the exporter to ONNX."""
-    wide = x.float()
-    return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-6)).to(x.dtype)
+    """Native's norm, which has no weights."""
+    return normed(x, 1.0, 1e-6).to(x.dtype)
 
 
 def _turned(x: torch.Tensor, pe: torch.Tensor, split: bool) -> torch.Tensor:

@@ -15,7 +15,7 @@ from comfy.ldm.minimax.model import DiTBlock, MiniMaxH3Model
 
 from .. import Role
 from ..blocks import in_blocks
-from ..calls import Binding, EngineCall, Unsupported
+from ..calls import Binding, EngineCall, Unsupported, prompt_of, refuse_all_but
 from ..quantised_linear import linear_behind
 from ..shapes import Dim, Picture, Range, RequestedSizes, Sizes, Symbol, TensorSpec
 from ..sizes import FRAMES, PATCH, PROMPT, VIDEO, VideoSizes
@@ -109,12 +109,8 @@ Kept = weakref.WeakKeyDictionary[Any, tuple[tuple, dict[str, torch.Tensor]]]
 
 
 def _bind(module: MiniMaxH3Model, kept: Kept, call: Mapping[str, Any]) -> EngineCall:
-    x, context, payload = call["x"], call.get("context"), call.get("minimax_payload") or {}
-    if context is None:
-        raise Unsupported("there is no prompt")
-    for name in call.keys() - _IGNORED:
-        if call[name] is not None:
-            raise Unsupported(name)
+    x, context, payload = call["x"], prompt_of(call), call.get("minimax_payload") or {}
+    refuse_all_but(call, _IGNORED)
     if torch.is_tensor(x) or len(x) != 2 or x[0].shape[0] != 1:
         raise Unsupported("a latent other than one video with its sound")
     if context.shape[-1] != module.hidden_size:

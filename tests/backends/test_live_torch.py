@@ -286,7 +286,7 @@ def test_a_graph_that_finds_no_room_for_its_memory_computes_once_comfyui_has_fre
     monkeypatch.setattr(Recorder.Replay, "replay", full)
     for _ in range(3):
         assert error(session, net, given) <= 1e-5
-    assert freed == [gpu_memory.EVERYTHING]
+    assert freed.count(gpu_memory.EVERYTHING) == 1, "all that is not in use was freed once"
     assert len(session.graphs) == 1
 
 
