@@ -70,12 +70,12 @@ def test_a_prompt_orders_from_its_arrival_to_its_end_or_the_nodes_own(queue: Pro
     assert orders.by_prompt() == {"order": sorted([UNET, NET])}
     _, item = queue.get()
     assert orders.by_prompt() == {"order": sorted([UNET, NET])}
-    orders.given("order", UNET)
+    orders.forget("order", UNET)
     assert orders.by_prompt() == {"order": [NET]}
     queue.task_done(item, {}, None)
     assert orders.by_prompt() == {}
     put(queue, "order")
-    orders.given("no such prompt", UNET)
+    orders.forget("no such prompt", UNET)
     assert orders.by_prompt() == {"order": sorted([UNET, NET])}
     queue.wipe_queue()
     assert orders.by_prompt() == {}
@@ -214,7 +214,7 @@ def test_a_malformed_prompt_that_waits_costs_other_prompts_nothing(queue: Prompt
         put_graph(queue, f"{number} outputs", GRAPH, outputs=outputs)
     queue.put((0, "z short"))
     orders = PendingOrders()
-    orders.given("0 own", "key")
+    orders.forget("0 own", "key")
     assert len(orders.by_prompt()["0 own"]) == 3, "UNet, ControlNet and VAE"
     assert order_of("0 own").graph == GRAPH
     assert running_orders() == "0 own"
@@ -228,7 +228,7 @@ def test_only_the_own_prompt_is_read_when_a_node_tells_of_its_order(
     put_graph(queue, "0 own", GRAPH)
     queue.get()
     put_graph(queue, "1 another", GRAPH)
-    PendingOrders().given("0 own", "key")
+    PendingOrders().forget("0 own", "key")
     assert read == ["0 own"]
 
 

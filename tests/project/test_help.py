@@ -51,7 +51,7 @@ def test_help_names_settings_by_the_labels_that_the_node_shows(comfy: ComfyProce
 @pytest.mark.parametrize("language", ["en", "zh"])
 @pytest.mark.parametrize("node", ["TRTAccelerate", "TRTUNetEngine"])
 def test_help_names_each_family_of_models_that_has_engines(node: str, language: str) -> None:
-    code = "".join(file.read_text(encoding="utf-8") for file in (ROOT / "architectures").glob("*.py"))
+    code = "".join(file.read_text(encoding="utf-8") for file in (ROOT / "architectures").rglob("*.py"))
     families = set(re.findall(r'\bSizes\("([^"]+)"', code)) - {"VAE"}
     assert len(families) >= 7
     (line,) = re.findall(r"^(?:These models have engines: |以下模型有引擎：)(.+)", (
