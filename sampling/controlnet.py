@@ -10,9 +10,10 @@ import copy
 from contextvars import Context
 from typing import TYPE_CHECKING, Any
 
+import comfy.controlnet
 import torch
 from comfy import model_management
-from comfy.controlnet import ControlLora, ControlNet
+from comfy.controlnet import ControlNet
 
 from ..architectures import Role
 from ..architectures.calls import Control
@@ -32,6 +33,11 @@ if TYPE_CHECKING:
     from comfy.model_patcher import ModelPatcher
 
     from ..engine_library import Fallback
+
+
+def _is_lora(control: ControlNet) -> bool:
+    """Tell whether it is a Control-LoRA; a ComfyUI without their class has none."""
+    return isinstance(control, getattr(comfy.controlnet, "ControlLora", ()))
 
 
 def native_controlnet(controlnet: ControlNet) -> ControlNet:
@@ -142,7 +148,7 @@ def count_control_as_native(control: ControlBase, label: str, node_id: str, fall
     compute once per picture, and Control-LoRAs, which have no network yet.
     """
     ours = type(control).__module__ == ControlNet.__module__
-    if not ours or not isinstance(control, ControlNet) or isinstance(control, ControlLora):
+    if not ours or not isinstance(control, ControlNet) or _is_lora(control):
         return control
     counted = control.copy()
     counted.control_model = CountedNetwork(control.control_model, label, node_id, fallback)

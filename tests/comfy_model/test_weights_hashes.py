@@ -146,7 +146,7 @@ def test_patched_or_otherwise_loaded_models_are_hashed_themselves(tmp_path: Path
     plain = from_file(file)
     plain.weights_hash()
     patched = plain.patcher.clone()
-    name = lora_names(plain)[0]
+    name = plain.prefix + lora_names(plain)[0]
     patched.add_patches({name: ("diff", (patched.model.get_parameter(name) + 1,))})
     lora = NativeNetwork(patched, plain.module, plain.prefix, plain.dtype, "lora", plain.role)
     assert lora.weights_hash() != plain.weights_hash()
