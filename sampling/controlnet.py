@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from ..engine_library import Fallback
 
 
-def _is_lora(control: ControlNet) -> bool:
+def is_lora(control: ControlNet) -> bool:
     """Tell whether it is a Control-LoRA; a ComfyUI without their class has none."""
     return isinstance(control, getattr(comfy.controlnet, "ControlLora", ()))
 
@@ -148,7 +148,7 @@ def count_control_as_native(control: ControlBase, label: str, node_id: str, fall
     compute once per picture, and Control-LoRAs, which have no network yet.
     """
     ours = type(control).__module__ == ControlNet.__module__
-    if not ours or not isinstance(control, ControlNet) or _is_lora(control):
+    if not ours or not isinstance(control, ControlNet) or is_lora(control):
         return control
     counted = control.copy()
     counted.control_model = CountedNetwork(control.control_model, label, node_id, fallback)

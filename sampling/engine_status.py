@@ -15,9 +15,11 @@ from .engine_handle import EngineHandle
 
 def requested_calls(handle: EngineHandle) -> RequestedCalls:
     """Return the calls that a node needs engines for: by its settings, its graph and its last run."""
-    _, rows = (last_run(handle.node_key) if handle.node_key else None) or ("", [])
+    run = last_run(handle.node_key) if handle.node_key else None
+    if run is None:
+        return RequestedCalls(handle.choice.profile, handle.choice.pictures)
     calls: Counter[UncoveredCall] = Counter()
-    for row in rows:
+    for row in run[1]:
         calls.update(row.uncovered.copy())  # a run may be under way
     seen = [dict(call.sizes) for call, _ in calls.most_common()]
     return RequestedCalls(handle.choice.profile, handle.choice.pictures, seen)

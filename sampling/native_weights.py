@@ -23,7 +23,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from comfy import model_management, sampler_helpers
 from comfy import utils as comfy_utils
-from comfy.controlnet import ControlLora
 from comfy.patcher_extension import CallbacksMP
 
 from ..architectures.model_patches import models_of
@@ -31,7 +30,7 @@ from ..comfy_model.comfyui_internals import Feature, works
 from ..comfy_model.comfyui_shims import knows_pins
 from ..comfy_model.weight_formats import patches_rounded
 from . import NotCopied
-from .controlnet import chain_of
+from .controlnet import chain_of, is_lora
 
 if TYPE_CHECKING:
     from comfy.model_patcher import ModelPatcher
@@ -232,7 +231,7 @@ def _may_wait(model: ModelPatcher, conds: dict[str, list], model_options: Mappin
     if any("hooks" in cond for cond in every):
         return False
     controls = (control for cond in every for control in chain_of(cond.get("control")))
-    return not any(isinstance(control, ControlLora) for control in controls)  # it computes with the UNet's own weights
+    return not any(is_lora(control) for control in controls)  # it computes with the UNet's own weights
 
 
 def has_memory_of_its_own(device: torch.device) -> bool:

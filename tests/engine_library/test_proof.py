@@ -83,7 +83,7 @@ def test_a_build_runs_its_engine_on_the_gpu_at_least_best_and_largest_size_and_k
     assert 0 < record.parity["rel_err"] <= 1e-4
     assert engine.manifest.seconds["proof"] > 0
     assert not (engine.folder / "model.onnx").with_name("weights.bin").exists()
-    assert Library([tmp_path]).find(query_of(engine, HERE), lambda _: None) == engine
+    assert Library([tmp_path]).find(query_of(engine, HERE), lambda _: None) == [engine]
     assert build(tmp_path)[1] == [], "nothing has to be done twice"
 
 
@@ -162,13 +162,13 @@ def test_another_gpu_is_another_matter(tmp_path: Path) -> None:
     engine, _tasks = build(tmp_path)
     detail = why_not(engine, ELSEWHERE)
     assert detail == f"{engine.folder.name} has run on {HERE} and was not compared with the normal model on {ELSEWHERE}"
-    assert Library([tmp_path]).find(query_of(engine, ""), lambda _: None) == engine, "the graph was compared on the CPU"
+    assert Library([tmp_path]).find(query_of(engine, ""), lambda _: None) == [engine], "the graph was compared on the CPU"
 
 
 @pytest.mark.parametrize("name", ["model.onnx", "engine.trt", "B2-H8-W8.bin"])
 def test_what_was_built_without_a_gpu_is_checked_on_one_before_it_serves_there(tmp_path: Path, name: str) -> None:
     engine = publish_engine(tmp_path, name=name)
-    assert Library([tmp_path]).find(query_of(engine, ""), lambda _: None) == engine
+    assert Library([tmp_path]).find(query_of(engine, ""), lambda _: None) == [engine]
     assert "has not run on a GPU yet and was not compared with the normal model on" in why_not(engine, HERE)
     assert Library([tmp_path]).unchecked(query_of(engine, HERE), lambda _: None) == engine, "Check engine finds it"
 
