@@ -1,4 +1,4 @@
-"""What a network is compiled with: Inductor's choices that differ meanwhile, and the fastest attention by timing."""
+"""Choices while a network is compiled: Inductor's choices that differ meanwhile, and the fastest attention by timing."""
 
 from __future__ import annotations
 

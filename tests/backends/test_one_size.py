@@ -47,7 +47,7 @@ def net(request: pytest.FixtureRequest) -> NativeNetwork:
 
 
 def page_state(handle: EngineHandle, *pictures: Picture) -> dict[str, Any]:
-    """What the page tells of a node."""
+    """The page's words on a node."""
     states = NodeStates(handle.library, BuildQueue())
     states.learn("key", handle)
     return states.state("key", NodeRequest("unet", handle.network.label, False, "onnxruntime", pictures=pictures))

@@ -60,19 +60,18 @@ class Prompt:
     Attributes:
         width: features of a token.
         shape: of the latent.
-        sound: of the sound's latent, which is sampled together with a video; empty where there is none.
         words: tokens of both prompts.
         pooled: features of the pooled prompt; 0 is none.
         entries: makes further entries of both conditionings, of a function that draws tensors.
         mask: of the latent, by frame.
         start: the latent that it begins with; None is one of zeros.
         calls: of the network.
+        sound: shape of the sound's latent, which is sampled together with a video; empty where there is none.
     """
 
     file: str
     width: int
     shape: tuple[int, ...] = (1, 16, 1, 8, 6)
-    sound: tuple[int, ...] = ()
     words: tuple[int, int] = (12, 12)
     cfg: float = 3.0
     pooled: int = 0
@@ -80,6 +79,7 @@ class Prompt:
     mask: tuple[float, ...] = ()
     start: torch.Tensor | None = None
     calls: int = 3
+    sound: tuple[int, ...] = ()
 
     def sample(self, model: ModelPatcher, **options: Any) -> torch.Tensor:
         """Its latent, in one execution of a sampling node."""
