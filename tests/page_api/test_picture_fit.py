@@ -135,12 +135,12 @@ def test_auto_is_best_at_the_graphs_picture_and_as_wide_as_usual(fits: Sizes | N
         RequestedSizes(**numbers).check()
         return {name: number for name, number in numbers.items() if number}
 
-    assert auto(picture(640, 960)) == {"opt_size": 768}
+    assert auto(picture(704, 960)) == {"opt_size": 832}
     assert auto(picture(832, 1216)) == {}, "what fits the model is best at that"
     assert auto(picture(512, 512)) == ({"opt_size": 512} if fits else {}), "and may be at that"
     assert auto(picture(72, 72)).get("opt_size") == 72
-    assert auto(picture(640, 960), tokens=231) == {"opt_size": 768}
-    assert auto(picture(640, 960), tokens=300) == {"opt_size": 768, "max_tokens": 308}, "a whole number of steps"
+    assert auto(picture(704, 960), tokens=231) == {"opt_size": 832}
+    assert auto(picture(704, 960), tokens=300) == {"opt_size": 832, "max_tokens": 308}, "a whole number of steps"
     wide = {"max_size": 2048} if fits else {}
     assert auto(picture(2048, 1024, 4)) == {"opt_size": 1472, **wide, "max_images": 4}
     assert auto(picture(832, 1216), picture(2048, 2048)) == wide, "best at the first"
