@@ -120,11 +120,26 @@ def _controlnets() -> types.ModuleType:
     return comfy.controlnet
 
 
-def is_foreign(control: ControlNet) -> bool:
-    """Tell whether another pack's code computes for a ControlNet or makes its hint.
+def computes_as_comfyui(control: ControlNet) -> bool:
+    """Tell whether a ControlNet runs ComfyUI's code as we know it: no pack's methods, and none from another file."""
+    if _own_methods(control):
+        return False
+    comfyui = _controlnets()
+    return all(_file_of(getattr(comfyui.ControlNet, name)) == comfyui.__file__ for name in _METHODS)
 
-    ComfyUI's own code for hints changes no image in place.
-    """
+
+def makes_hints_as_comfyui(control: ControlNet) -> bool:
+    """Tell whether ComfyUI's code alone makes a hint; it changes no image in place."""
+    from comfy import utils
+
+    comfyui = _controlnets()
+    if _file_of(utils.common_upscale) != utils.__file__ or not computes_as_comfyui(control):
+        return False
+    return _file_of(control.preprocess_image) == comfyui.__file__
+
+
+def is_foreign(control: ControlNet) -> bool:
+    """Tell whether another pack's code computes for a ControlNet or makes its hint."""
     from comfy import utils
 
     makes_hints = (control.preprocess_image, utils.common_upscale)

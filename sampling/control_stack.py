@@ -22,7 +22,7 @@ import torch
 from comfy.controlnet import ControlBase, ControlNet
 
 from ..architectures.calls import AsyncInputs, Binding, Control, EngineCall
-from ..comfy_model.whose_code import has_foreign_methods, is_foreign, is_stock
+from ..comfy_model.whose_code import computes_as_comfyui, has_foreign_methods, is_foreign, is_stock
 from ..sessions.cuda_capture import wait_for
 from ..sessions.session import Session
 from .controlnet import EngineControlModel, chain_of
@@ -182,7 +182,7 @@ def has_engine(control: ControlBase) -> bool:
 
 def _can_join(control: ControlBase, x_noisy: torch.Tensor, batched_number: int) -> bool:
     """Tell whether ``_run`` can replace a ControlNet's own code, and its hint is made."""
-    if not _may_join(control) or type(control) is not ControlNet or has_foreign_methods(control):
+    if not _may_join(control) or type(control) is not ControlNet or not computes_as_comfyui(control):
         return False
     if control.model_sampling_current is None or control.timestep_range is None or not has_hint(control, x_noisy):
         return False

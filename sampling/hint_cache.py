@@ -19,7 +19,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..comfy_model.comfyui_internals import Feature, works
 from ..comfy_model.comfyui_shims import give_hint, hint_of, hints_by_size
-from ..comfy_model.whose_code import is_foreign
+from ..comfy_model.whose_code import makes_hints_as_comfyui
 from ..sessions.cuda_capture import in_larger_graph
 
 LARGEST = 32 << 20
@@ -108,7 +108,7 @@ def takes_plain_hint(control: ControlBase) -> bool:
         return False
     if control.concat_mask or control.extra_concat_orig or control.multigpu_clones:
         return False
-    return not is_foreign(control)
+    return makes_hints_as_comfyui(control)
 
 
 def make_hints(controls: Iterable[ControlNet], x_noisy: torch.Tensor) -> list[ControlNet]:
