@@ -68,14 +68,15 @@ def page(built: EnginePage) -> Iterator[EnginePage]:
 
 def test_an_engine_node_whose_output_goes_nowhere_says_that_it_is_not_connected(page: EnginePage) -> None:
     raw, net = page.page.page, page.node(NET_2)
-    assert page.status(net)["title"] == "Ready for the next run"
+    before = page.status(net)["title"]
+    assert before.startswith("Ready"), "whatever ran on this server before"
     to = raw.evaluate(CUT, net)
     told = page.wait_until(net, lambda s: s["title"] == "Not connected", "word of that", 60)
     page.shot("not-connected")
     assert told["tone"] == "warn"
     assert raw.evaluate(SAID, net)["lines"][0].startswith("Its output goes nowhere")
     raw.evaluate(WIRE, [net, *to])
-    page.wait_until(net, lambda s: s["title"] == "Ready for the next run", "word of that", 60)
+    page.wait_until(net, lambda s: s["title"] == before, "word of that", 60)
 
 
 def test_a_build_that_the_disk_limit_refuses_is_told_first_though_an_older_engine_is_there(page: EnginePage) -> None:
