@@ -1,4 +1,4 @@
-"""Choices while a network is compiled: Inductor's choices that differ meanwhile, and the fastest attention by timing."""
+"""Choices while a network compiles: Inductor's choices that differ meanwhile, and the fastest attention by timing."""
 
 from __future__ import annotations
 
