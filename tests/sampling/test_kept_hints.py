@@ -200,7 +200,7 @@ def test_the_next_run_finds_the_hint_of_the_last_one_and_what_the_network_made_o
     assert computed == (1 if (algorithm, size) == ("nearest-exact", (72, 96)) else 2), "the one that is kept is another"
     ready(backed)
     monkeypatch.setattr(comfy.utils, "common_upscale", None)
-    monkeypatch.setattr(hint_cache, "is_foreign", lambda _: False)
+    monkeypatch.setattr(hint_cache, "makes_hints_as_comfyui", lambda _: True)
     runs = stacks.runs
     assert same(call(ControlStack(backed)), reference)
     assert stacks.runs == runs + 1, "the engine is open and the hint known: nothing is left for ComfyUI's way"

@@ -1,0 +1,68 @@
+"""LTX-2: rotary embeddings of a run, whole prompts with masks and guides, and ComfyUI's dynamic VRAM."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import comfy.sd
+import pytest
+import torch
+from comfy.model_patcher import ModelPatcher
+from comfy.nested_tensor import NestedTensor
+from dynamic_vram import on_cpu
+from family_contract import ACTS, LIMIT, Prompt, drawing, lora_of
+from hybrid_trt.comfy_model.network import NativeNetwork
+from model_families.ltx2 import FAMILY, FILE, LTX23, guides
+from token_calls import Patched, network_of
+
+from sampling import error
+
+PLACES = ("pe", "pe_sound", "pe_cross", "pe_sound_cross")
+
+
+def test_rotary_embeddings_are_made_once_for_a_run_and_anew_for_other_guides(models: dict[str, Path]) -> None:
+    network = network_of(models, FILE)
+    bind, call = network.architecture().binding(network.module), FAMILY.calls["a guide"].drawn(network)
+    copied = {**call, "keyframe_idxs": call["keyframe_idxs"].clone(), "x": [t + 1 for t in call["x"]]}
+    moved = {**call, "keyframe_idxs": call["keyframe_idxs"] + 1}
+    first, second = (bind(given).inputs for given in (call, copied))
+    assert all(first[name] is second[name] for name in PLACES)
+    assert not torch.equal(bind(moved).inputs["pe"], first["pe"])
+
+
+def masked(video: torch.Tensor, prompt: Prompt) -> NestedTensor:
+    """A mask of a video, and of all of its sound."""
+    return NestedTensor((video, torch.ones(1, 1, prompt.sound[2], 1)))
+
+
+@pytest.mark.parametrize("file", [FILE, LTX23])
+def test_prompts_with_a_first_frame_and_with_a_weighted_guide_are_natives(
+    models: dict[str, Path], tmp_path: Path, file: str
+) -> None:
+    prompt = FAMILY.prompts["text"]
+    random = drawing(5)
+    prompt = replace(prompt, file=file, start=NestedTensor((random(*prompt.shape), random(*prompt.sound))))
+    first, guided = torch.ones(1, 1, *prompt.shape[2:]), guides(0.7)(drawing(3), prompt.shape[2:])
+    first[:, :, 0] = 0.0
+    entries = {name: guided[name] for name in ("keyframe_idxs", "guide_attention_entries")}
+    patched, native = Patched(network_of(models, file), tmp_path, "torch"), network_of(models, file).patcher
+    plain = prompt.sample(native)
+    for own, mask in ((prompt, first), (replace(prompt, entries=lambda _: entries), guided["denoise_mask"])):
+        expected = own.sample(native, noise_mask=masked(mask, prompt))
+        assert error(expected, plain) > ACTS, "it acts"
+        assert error(own.sample(patched.model, noise_mask=masked(mask, prompt)), expected) <= LIMIT
+        assert patched.counts == (prompt.calls, 0), patched.handle.stats.reasons
+
+
+def test_under_dynamic_vram_prompts_and_loras_are_natives(models: dict[str, Path], tmp_path: Path) -> None:
+    lora = lora_of(network_of(models, FILE), FAMILY.loras["text"])
+
+    def with_lora(model: ModelPatcher) -> ModelPatcher:
+        return comfy.sd.load_lora_for_models(model, None, lora, 0.7, 0)[0]
+
+    dynamic, native = on_cpu(network_of(models, FILE).patcher), network_of(models, FILE).patcher
+    patched, prompt = Patched(NativeNetwork.of_model(dynamic, FILE), tmp_path, "torch"), FAMILY.prompts["text"]
+    for model, reference in ((patched.model, native), (with_lora(patched.model), with_lora(native))):
+        assert error(prompt.sample(model), prompt.sample(reference)) <= LIMIT
+        assert patched.counts == (prompt.calls, 0), patched.handle.stats.reasons
