@@ -27,6 +27,7 @@ class Feature(Enum):
     QUEUE = "readings of ComfyUI's queue", "nothing is known of prompts that wait or run"
     BUILDS = "builds in ComfyUI", "engines are built by the command line alone"
     WHOLE_GRAPHS = "builds for a workflow on the command line", "it builds for single models alone"
+    STREAMED = "weights streamed from main memory", "models larger than the GPU run at normal speed"
     WARMING = "workflows that warm a worker", "its first prompt opens the engines"
 
 
@@ -149,6 +150,12 @@ TABLE: dict[Feature, tuple[str, ...]] = {
         "comfy.model_patcher:ModelPatcher.model_dtype(self, ...)",
         "comfy.model_patcher:ModelPatcher.model_lowvram",
         "comfy.model_patcher:ModelPatcher.parent",
+    ),
+    Feature.STREAMED: (
+        "comfy.model_management:minimum_inference_memory(...)",
+        "comfy.model_management:pin_memory(_, ...)",
+        "comfy.model_management:unpin_memory(_, ...)",
+        "comfy.model_patcher:ModelPatcher.partially_unload_ram(self, _, ...)",
     ),
     Feature.STAGED_ONCE: (
         "comfy.patcher_extension:CallbacksMP.ON_LOAD",

@@ -1,12 +1,13 @@
 """The weights of a live network at stable addresses. They follow ComfyUI's patcher, and a companion's.
 
-A tensor is in one of two places, decided anew each time:
+A tensor is in one of three places, decided anew each time:
 
 * *shared*: the native parameter lies on the GPU in the right dtype (ComfyUI's non-dynamic loading). It is used where it
   is, and ComfyUI patches LoRAs into it in place.
 * *owned*: all other tensors. Under dynamic VRAM weights have no stable address: they are staged outside torch's
   allocator and faulted in per layer. The owned copy is then the only one on the GPU, because native is never called.
   ComfyUI's non-dynamic clone would read the file again and hold a second copy in RAM instead.
+* *outside*: weights that are streamed. ComfyUI's own parameter in main memory, or an owned copy there.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ import torch
 
 from ..architectures.fused_linear import FusedLinear
 from ..engine_library import Reason, Unavailable
+from .fused_weights import FusedWeights
+from .main_memory import MainMemory, wait_for_copies
 from .module_copy import plain_copy
 from .network import NativeNetwork, patchers_of
 from .torch_kernels import empty_laid_out, lay_out_in_place
@@ -29,57 +32,6 @@ from .weight_values import PatchedWeight, patched_weights, quantised_again, roun
 
 if TYPE_CHECKING:
     from comfy.model_patcher import ModelPatcher
-
-class FusedWeights:
-    """A parameter of fused layers, on live weights.
-
-    Attributes:
-        names: of the layers' parameters, in order.
-    """
-
-    def __init__(self, fused: FusedLinear, leaf: str, names: Sequence[str]):
-        self.names = list(names)
-        self._fused, self._leaf = fused, leaf
-        self._rows = [getattr(layer, leaf).shape[0] for layer in fused.layers]
-        self._whole: torch.Tensor | None = None
-        self._lent = False
-
-    def own(self, name: str, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Return where a layer's parameter is to be written."""
-        if self._whole is None:
-            shape = (sum(self._rows), *getattr(self._fused.layers[0], self._leaf).shape[1:])
-            self._whole = torch.empty(shape, dtype=dtype, device=device)
-        return self._parts()[self.names.index(name)]
-
-    def keep(self) -> None:
-        """Stop sharing storage with native parameters."""
-        if self._lent:
-            self.release()
-
-    def lend(self, places: Sequence[tuple[torch.nn.Module, str]]) -> None:
-        """Make native parameters at these places views of one tensor, so that there is one copy of them.
-
-        Where ComfyUI has replaced a parameter, a new tensor is made: ComfyUI may restore parts of the old tensor.
-        """
-        live = [owner._parameters[leaf].data for owner, leaf in places]
-        if self._lent and all(a.data_ptr() == b.data_ptr() for a, b in zip(live, self._parts(), strict=True)):
-            return
-        self._whole, self._lent = torch.cat(live), True
-        for (owner, leaf), part in zip(places, self._parts(), strict=True):
-            owner._parameters[leaf] = torch.nn.Parameter(part, requires_grad=False)
-
-    def place(self) -> None:
-        """Let the fused layers compute with the tensor."""
-        self._fused._parameters[self._leaf] = torch.nn.Parameter(self._whole, requires_grad=False)
-
-    def release(self) -> None:
-        """Let go of the tensor."""
-        nothing = torch.empty_like(self._fused._parameters[self._leaf], device="meta")
-        self._whole, self._lent = None, False
-        self._fused._parameters[self._leaf] = torch.nn.Parameter(nothing, requires_grad=False)
-
-    def _parts(self) -> Sequence[torch.Tensor]:
-        return self._whole.split(self._rows)
 
 
 class LiveWeights:
@@ -106,6 +58,8 @@ class LiveWeights:
         self._editions: Sequence[int] = (0,) * len(self._parts)
         self._patched: set[str] = set()
         self._shared: dict[str, int] = {}
+        self._outside: frozenset[str] = frozenset()
+        self._main_memory = MainMemory()
         self._fused: dict[str, FusedWeights] = {}
         self._bytes = (-1, 0)  # and the generation that it was counted in
         self._dtypes = stored_dtypes(network.module, dtype)
@@ -146,18 +100,24 @@ class LiveWeights:
     def bytes(self) -> int:
         """Memory of the owned tensors; ComfyUI asks a dozen times per prompt."""
         if self._bytes[0] != self.generation:
-            owned = (p for n, p in self._parameters() if n not in self._shared and not p.is_meta)
-            self._bytes = (self.generation, sum(p.numel() * p.element_size() for p in owned))
+            beside = self._outside.union(self._shared)
+            owned = (p for n, p in self._parameters() if n not in beside and not p.is_meta)
+            self._bytes = (self.generation, sum(p.nbytes for p in owned))
         return self._bytes[1]
 
     @property
     def most_bytes(self) -> int:
         """Memory of all weights if none could be shared."""
-        return sum(parameter.numel() * parameter.element_size() for _, parameter in self._parameters())
+        return sum(parameter.nbytes for _, parameter in self._parameters())
 
     @property
     def loaded(self) -> bool:
         return self._bound_to is not None
+
+    @property
+    def complete(self) -> bool:
+        """Tell whether all weights are where they were bound; False once ``move_out`` has let go of some."""
+        return bool(self._bound_to)
 
     def sync_from(self, patcher: ModelPatcher, thorough: bool = True) -> None:
         """Set the weights to a patcher's values: the file's weights with its LoRAs.
@@ -182,18 +142,64 @@ class LiveWeights:
         shareable = self._shareable(self._patchers(patcher))
         size = 0
         for name, parameter in self._parameters():
-            if parameter.is_meta and name not in shareable:
-                size += parameter.numel() * parameter.element_size()
+            if parameter.is_meta and name not in shareable and name not in self._outside:
+                size += parameter.nbytes
         return size
 
-    def release(self) -> None:
-        """Give the owned memory back and let go of shared tensors; the next ``sync_from`` starts anew."""
-        for name, parameter in list(self._parameters()):
+    def large(self, part: torch.nn.Module, least: int) -> list[str]:
+        """Return the names of a part's parameters of at least so many bytes."""
+        layers = set(part.modules())
+        return [name for name, (owner, leaf) in self._places.items()
+                if owner in layers and owner._parameters[leaf].nbytes >= least]  # fmt: skip
+
+    def size_of(self, names: Collection[str]) -> int:
+        """Return the bytes of some parameters."""
+        return sum(self._parameter(name).nbytes for name in names)
+
+    @property
+    def outside(self) -> frozenset[str]:
+        """The names of the parameters in main memory."""
+        return self._outside
+
+    @property
+    def pinned(self) -> bool:
+        """Tell whether the memory of all owned weights in main memory is pinned."""
+        return self._main_memory.pinned
+
+    def outside_parameters(self) -> set[int]:
+        """Return the ids of the parameters in main memory."""
+        return {id(self._parameter(name)) for name in self._outside}
+
+    def move_out(self, names: Collection[str]) -> None:
+        """Keep these parameters in main memory from the next ``sync_from`` on, and all others on the device."""
+        moved = self._outside.symmetric_difference(names)
+        for name in moved:
+            parameter = self._parameter(name)
             self._put(name, torch.empty(parameter.shape, dtype=parameter.dtype, device="meta"))
+            self._shared.pop(name, None)
+        self._main_memory.free(moved)
+        self._outside = frozenset(names)
+        if moved:
+            self._bound_to = None if self._bound_to is None else ()
+            self.generation += 1
+
+    def native_outside(self) -> set[str]:
+        """Return the names of the parameters that ComfyUI keeps in main memory now, and not on this GPU."""
+        if self.device.type == "cpu":
+            return set()
+        return {name for name in self._places if self._native_tensor(name).device.type == "cpu"}
+
+    def release(self) -> None:
+        """Give the owned memory of the device back and let go of shared tensors.
+
+        Weights in main memory stay: the next ``sync_from`` reads the others again.
+        """
+        for name, parameter in list(self._parameters()):
+            if name not in self._outside:
+                self._put(name, torch.empty(parameter.shape, dtype=parameter.dtype, device="meta"))
         for whole in self._wholes():
             whole.release()
-        self._shared.clear()
-        self._patched.clear()
+        self._shared = {name: address for name, address in self._shared.items() if name in self._outside}
         self._bound_to = None
         self.generation += 1
         self.version += 1
@@ -261,6 +267,8 @@ class LiveWeights:
             value = quantised_again(weight, self.device, self.dtype)
         else:
             value = value_of(weight, self.device, rounded_when_called(weight.patcher, weight.key))
+        if not self._outside.isdisjoint(names):
+            wait_for_copies()
         tensors = tensors_of(weight.key.rpartition(".")[2], value).values()
         for name, tensor in zip(names, tensors, strict=True):
             self._parameter(name).copy_(tensor)
@@ -283,7 +291,8 @@ class LiveWeights:
     def _can_share(self, name: str) -> bool:
         owner, leaf = self._native_place(name)
         live = self._native_tensor(name)
-        if live.device != self.device or live.dtype != self._dtypes[name] or type(live.data) is not torch.Tensor:
+        place = torch.device("cpu") if name in self._outside else self.device
+        if live.device != place or live.dtype != self._dtypes[name] or type(live.data) is not torch.Tensor:
             return False
         # a weight that is patched at call time and not in place cannot be shared
         return not getattr(owner, f"{leaf}_function", None) and getattr(owner, f"{leaf}_lowvram_function", None) is None
@@ -305,7 +314,9 @@ class LiveWeights:
             owned = self._fused[name].own(name, dtype, self.device)
             self._put(name, owned)
             return owned
-        owned = empty_laid_out(self._native_tensor(name).shape, dtype, self.device)
+        shape = self._native_tensor(name).shape
+        outside = name in self._outside
+        owned = self._main_memory.new(name, shape, dtype) if outside else empty_laid_out(shape, dtype, self.device)
         self._put(name, owned)
         return owned
 

@@ -27,8 +27,9 @@ import torch
 from ..architectures import architectures
 from ..architectures.calls import serves_every_size
 from ..backends import Progress, backends
+from ..comfy_model.main_memory import CGROUP, available_bytes
 from ..engine_library import BuildError
-from .resources import CGROUP, available_bytes, needed_bytes
+from .resources import needed_bytes
 from .worker.task import Task, tensors_of
 from .worker_process import Log, run_in_worker
 

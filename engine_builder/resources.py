@@ -15,6 +15,7 @@ import torch
 from ..architectures import Architecture
 from ..architectures.calls import Call, serves_every_size
 from ..backends import Backend, Progress, backends
+from ..comfy_model.main_memory import available_bytes
 from ..engine_library import BuildError, Reason, Unavailable
 from ..engine_library.disk import gigabytes
 from ..engine_library.locks import FileLock
@@ -34,7 +35,6 @@ FIXED = 1_000_000_000
 """Python, torch, ComfyUI's classes and the backend's library."""
 EXPORT = 0.9
 """Export and check against native, in sizes of the weights."""
-CGROUP = Path("/sys/fs/cgroup")
 CPU_ELEMENTS = 2 * 64 * 64
 """Elements of latents, or tokens, of a call that a CPU bears: attention takes memory by the square of an image's."""
 SHARE = 0.9
@@ -122,13 +122,6 @@ def needed_bytes(backend: Backend, weights: int) -> int:
     return FIXED + int(max(weights * EXPORT, backend.build_memory(weights)))
 
 
-def available_bytes() -> int:
-    """Main memory that a new process can have while nothing else is swapped out or ended."""
-    import psutil  # ComfyUI itself needs it
-
-    return min(psutil.virtual_memory().available, _left_in_container())
-
-
 def check_memory(backend: Backend, weights: int, label: str, checks: bool = False) -> None:
     """Raise BuildError when the memory for building the engine of ``label`` is not there.
 
@@ -149,18 +142,6 @@ def check_memory(backend: Backend, weights: int, label: str, checks: bool = Fals
             "the normal model keeps running; close other programs or unload ComfyUI's models, then build again"
             f"{other}"
         )
-
-
-def _left_in_container() -> float:
-    """Return the free bytes below the container's limit; infinite without a limit."""
-    try:
-        limit = int((CGROUP / "memory.max").read_text())
-        used = int((CGROUP / "memory.current").read_text())
-        lines = (CGROUP / "memory.stat").read_text().splitlines()
-    except (OSError, ValueError):  # none, "max", or not Linux
-        return float("inf")
-    files = sum(int(line.split()[1]) for line in lines if line.startswith(("active_file ", "inactive_file ")))
-    return max(0, limit - used + files)
 
 
 class TimeLimit:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import threading
 from collections.abc import Callable, Hashable, Iterator
 from contextvars import ContextVar
@@ -163,12 +164,16 @@ class EngineHandle(NotCopied):
         self.patcher.model.expected = serves
         return [] if serves else [patcher]
 
-    def open(self) -> None:
-        """Open the engine while ComfyUI loads models for a run; where it cannot be opened native serves the run."""
+    def open(self, most: float = math.inf) -> None:
+        """Open the engine while ComfyUI loads models for a run; where it cannot be opened native serves the run.
+
+        Args:
+            most: bytes that its weights may take, where some can be streamed.
+        """
         if self.session is None or self.fallback is not None:
             return
         try:
-            self.session.load()
+            self.session.load(most)
         except Unavailable as unavailable:
             self.give_up(unavailable.fallback)
 
@@ -199,7 +204,7 @@ class EngineHandle(NotCopied):
                 keep(self.patcher, context.prompt_id if context else "")
             whose = patcher or network.patcher
             its = remark(network.parts[0].module, whose, network.prefix), remark_on_rounding(whose)
-            self.stats.remark = ". ".join(filter(None, its))
+            self.stats.remark = ". ".join(filter(None, (*its, self.session.remark)))
         self._context = context  # last: other threads that see it find the run begun
 
     def why_not_patched_so(

@@ -8,6 +8,7 @@ loaded later find that memory taken.
 from __future__ import annotations
 
 import copy
+import math
 import uuid
 import weakref
 from collections import OrderedDict
@@ -41,8 +42,8 @@ class Owner(Protocol):
         """Look the engine up for a run that ComfyUI plans with a patcher; return the models to load beside it."""
         ...
 
-    def open(self) -> None:
-        """Open the engine; if that fails native serves, without an error."""
+    def open(self, most: float = math.inf) -> None:
+        """Open the engine with at most so many bytes of weights; if that fails native serves, without an error."""
         ...
 
     def give_up(self, fallback: Fallback) -> None:
@@ -71,7 +72,9 @@ class EngineModule(NotCopied, torch.nn.Module):
 
 
 class EnginePatcher(NotCopied, ModelPatcher):
-    """A patcher with the size of an engine, loaded as a whole or not at all. Clones share the engine.
+    """A patcher with the size of an engine, loaded in part only where its weights can be streamed.
+
+    Clones share the engine.
 
     Attributes:
         native: the native patcher whose patches the engine needs; None for the network's own.
@@ -126,23 +129,30 @@ class EnginePatcher(NotCopied, ModelPatcher):
         session = self.model.session
         return session.bytes if session is not None and session.loaded else 0
 
-    def load(self, device_to: torch.device | None = None, *_: Any, **__: Any) -> None:
+    def load(self, device_to: torch.device | None = None, *_: Any, most: float = math.inf, **__: Any) -> None:
         """Open the engine and mark it as on the device; an engine that cannot be opened has no size."""
         owner = self.model.owner
         if owner is not None and self.model.expected:
-            owner.open()
+            owner.open(most)
         self.model.device = device_to or self.load_device
         self.model.current_weight_patches_uuid = self.patches_uuid
         self.model.model_loaded_weight_memory = self.loaded_size()
 
-    def partially_load(self, device_to: torch.device, *_: Any, **__: Any) -> int:
+    def partially_load(self, device_to: torch.device, extra_memory: float = math.inf, *_: Any, **__: Any) -> int:
+        """Open the engine with ``extra_memory`` bytes more than it has; return the bytes that it took."""
         before = self.loaded_size()
-        self.load(device_to)
+        self.load(device_to, most=before + extra_memory)
         return self.loaded_size() - before
 
-    def partially_unload(self, *_: Any, **__: Any) -> int:
-        freed = self.loaded_size()
-        self._release()
+    def partially_unload(self, _device_to: torch.device, memory_to_free: int = 0, *_: Any, **__: Any) -> int:
+        """Have the engine give memory back: of some blocks where its weights can be streamed, else all."""
+        session = self.model.session
+        if session is None or not session.loaded:
+            return 0
+        freed = session.give_back(memory_to_free)
+        if not session.loaded:
+            self._release()
+        self.model.model_loaded_weight_memory = self.loaded_size()
         return freed
 
     def detach(self, unpatch_all: bool = True, **_: Any) -> torch.nn.Module:

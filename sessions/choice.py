@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import weakref
 from collections.abc import Hashable, Mapping, Sequence
 from typing import TYPE_CHECKING
@@ -62,6 +63,10 @@ class SessionChoice:
         return self._chosen.stream
 
     @property
+    def remark(self) -> str:
+        return self._chosen.remark
+
+    @property
     def loaded(self) -> bool:
         return any(session.loaded for session in self.sessions)
 
@@ -78,10 +83,10 @@ class SessionChoice:
     def owns_weights(self, patcher: ModelPatcher) -> bool:
         return self._chosen.owns_weights(patcher)
 
-    def load(self) -> None:
+    def load(self, most: float = math.inf) -> None:
         while True:
             try:
-                self._chosen.load()
+                self._chosen.load(most)
                 return
             except Unavailable as unavailable:
                 self._leave_out(self._chosen, unavailable)
@@ -104,6 +109,9 @@ class SessionChoice:
     def unload(self) -> None:
         for session in self.sessions:
             session.unload()
+
+    def give_back(self, size: int) -> int:
+        return sum(session.give_back(size) for session in self.sessions if session.loaded)
 
     def serves(self, sizes: Mapping[str, int]) -> Fallback | None:
         refusals = [self._broken.get(session) or session.serves(sizes) for session in self.sessions]

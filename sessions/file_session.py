@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 import weakref
 from collections.abc import Callable, Hashable, Mapping
@@ -150,6 +151,8 @@ class FileSession:
             return self.engine.manifest.device_bytes
         return self._runner.bytes + (0 if self.graphs is None else self.graphs.bytes)
 
+    remark = ""
+
     @property
     def parts(self) -> frozenset[FileSession]:
         return frozenset([self])
@@ -169,7 +172,7 @@ class FileSession:
     def stream(self) -> torch.cuda.Stream | None:
         return None if self.graphs is None else self.graphs.stream
 
-    def load(self) -> None:
+    def load(self, most: float = math.inf) -> None:
         """Open the engine if it is not open.
 
         Raises:
@@ -189,6 +192,12 @@ class FileSession:
             raise Unavailable(Reason.ENGINE_FAILED, why) from error
         seconds = time.perf_counter() - started
         log.info("Hybrid TRT: opened %s on %s in %.1f s", self.engine.folder.name, self.device, seconds)
+
+    def give_back(self, size: int) -> int:
+        """Close the engine, and return its bytes."""
+        freed = self.bytes
+        self.unload()
+        return freed
 
     def renew(self, engine: Engine) -> None:
         """Serve with this engine from now on: it has replaced the opened engine in the same folder."""

@@ -109,6 +109,13 @@ def lacks_room(size: int, device: torch.device) -> bool:
     return free_memory(device) < size + model_management.extra_reserved_memory()
 
 
+def free_room(device: torch.device) -> float:
+    """Return the free bytes of a device beyond ComfyUI's reserve to compute in."""
+    if model_management.is_device_cpu(device):
+        return EVERYTHING
+    return free_memory(device) - model_management.minimum_inference_memory()
+
+
 def close_engines(device: torch.device) -> None:
     """Close every engine on a device, also engines in use: native serves the rest of the run."""
     if device.type == "cuda":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import math
 import weakref
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol, TypeVar
@@ -105,6 +106,7 @@ class Session(Protocol):
         stream: a CUDA stream that no other session uses, or None. Results of a call on it are lent: the next call of
             this session, or of one with a part in common, writes to them.
         takes_late: True if ``run`` takes inputs that another stream still computes.
+        remark: a sentence on what is streamed, without its full stop; mostly empty.
     """
 
     engines: Sequence[Engine]
@@ -117,9 +119,13 @@ class Session(Protocol):
     joins_stacks: bool
     stream: torch.cuda.Stream | None
     takes_late: bool
+    remark: str
 
-    def load(self) -> None:
+    def load(self, most: float = math.inf) -> None:
         """Take the memory that is needed.
+
+        Args:
+            most: bytes that weights may take, where some can be streamed.
 
         Raises:
             Unavailable: there is not enough, or the engine cannot be opened.
@@ -128,6 +134,10 @@ class Session(Protocol):
 
     def unload(self) -> None:
         """Give the memory back; the next call takes it again."""
+        ...
+
+    def give_back(self, size: int) -> int:
+        """Give back at least so many bytes where weights can be streamed, else all; return the bytes."""
         ...
 
     def owns_weights(self, patcher: ModelPatcher) -> bool:

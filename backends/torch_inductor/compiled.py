@@ -117,7 +117,16 @@ def lifted(function: torch.nn.Module) -> dict[str, torch.Tensor]:
 
     Sorted: in which order a layer registers its parameters depends on how ComfyUI loaded them.
     """
-    return dict(sorted((name, t.data) for name, t in (*function.named_parameters(), *function.named_buffers())))
+    return {name: tensor.data for name, tensor in _named(function)}
+
+
+def parameters_of(function: torch.nn.Module) -> list[torch.Tensor]:
+    """Return the objects whose data ``lifted`` gives, in the same order."""
+    return [tensor for _, tensor in _named(function)]
+
+
+def _named(function: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
+    return sorted((*function.named_parameters(), *function.named_buffers()), key=lambda named: named[0])
 
 
 def compile_to_file(

@@ -7,7 +7,8 @@ which sizes it holds. A block of another size, or one that is called otherwise, 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import starmap
@@ -17,13 +18,13 @@ import torch
 
 from ...architectures.blocks import Form, put_together, take_apart, words_of
 from ...engine_library.engine import relative_error
+from ...sessions.weight_ring import WeightRing, Weights
+from .compiled import parameters_of
 
 if TYPE_CHECKING:
     import sympy
 
 log = logging.getLogger(__name__)
-
-Weights = Sequence[torch.Tensor]
 
 MOST_KEPT = 1024
 """Calls of which it is remembered what serves them."""
@@ -78,6 +79,20 @@ def _holds(condition: sympy.Basic, values: Mapping[str, int]) -> bool:
     return condition.subs({symbol: values[str(symbol)] for symbol in condition.free_symbols}) == True  # noqa: E712
 
 
+@contextmanager
+def _having(block: torch.nn.Module, weights: Weights) -> Iterator[None]:
+    """Inside, a block's parameters have the data of ``weights``; see ``compiled.lifted``."""
+    parameters = parameters_of(block)
+    own = [parameter.data for parameter in parameters]
+    try:
+        for parameter, weight in zip(parameters, weights, strict=True):
+            parameter.data = weight
+        yield
+    finally:
+        for parameter, data in zip(parameters, own, strict=True):
+            parameter.data = data
+
+
 @dataclass(frozen=True)
 class Kinds:
     """The kinds of a network's blocks.
@@ -103,21 +118,23 @@ class InBlocks:
     """
 
     def __init__(
-        self, function: torch.nn.Module, kinds: Kinds, weights: Callable[[], Sequence[Weights]],
+        self, function: torch.nn.Module, kinds: Kinds, weights: Callable[[], tuple[Sequence[Weights], WeightRing]],
         judge: Callable[[float], None] | None = None,
     ):  # fmt: skip
         """
         Args:
-            weights: gives the weights of each block, in order, see ``compiled.lifted``.
+            weights: gives the weights of each block, in order, see ``compiled.lifted``; and the ring that lends the
+                weights that are in main memory.
         """
         if len(function.blocks) != len(kinds.of):
             raise ValueError(f"it was compiled for {len(kinds.of)} blocks, and the network has {len(function.blocks)}")
         self._function, self._weights = function, weights
         self.kinds, self.plain, self.judge = kinds.kinds, 0, judge
         self._of, self._opened = kinds.of, kinds.opened
-        self._on = False
+        self._on = True
         self._chosen: dict[tuple, int | None] = {}
         self._now: Sequence[Weights] = ()
+        self._ring: WeightRing | None = None
         self._plainly = [block.forward for block in function.blocks]
         for number, block in enumerate(function.blocks):
             block.forward = partial(self._block, number, self._plainly[number])
@@ -129,36 +146,44 @@ class InBlocks:
 
     def __call__(self, *given: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """The network's outputs for its inputs, in order."""
-        self._on, self._now = True, self._weights()
-        try:
-            results = self._function(*given)
-        finally:
-            self._on = False
+        results = self._run(given, compiled=True)
         if self.judge is not None:
             self._compare(given, results)
         return results
+
+    def _run(self, given: Sequence[torch.Tensor], compiled: bool) -> tuple[torch.Tensor, ...]:
+        self._on, (self._now, self._ring) = compiled, self._weights()
+        try:
+            with self._ring.call():
+                return self._function(*given)
+        finally:
+            self._now, self._ring = (), None  # between calls the weights may go
 
     def _compare(self, given: Sequence[torch.Tensor], results: Sequence[torch.Tensor]) -> None:
         """Run the network plainly too: a build compares blocks alone. Where memory lacks, the next call is compared."""
         if given[0].is_cuda and torch.cuda.is_current_stream_capturing():
             return
         try:
-            error = max(starmap(relative_error, zip(results, self._function(*given), strict=True)))
+            error = max(starmap(relative_error, zip(results, self._run(given, compiled=False), strict=True)))
         except torch.OutOfMemoryError:
             return
         judge, self.judge = self.judge, None
         judge(error)
 
     def _block(self, number: int, plainly: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if not self._on:
+        if self._ring is None:
             return plainly(*args, **kwargs)
-        tensors: list[torch.Tensor] = []
-        form = take_apart((args, kwargs), tensors)
-        kind = self._kind(self._of[number], form, tensors)
-        if kind is None:
-            self.plain += 1
-            return plainly(*args, **kwargs)
-        results = self._opened[kind](*self._now[number], *map(torch.Tensor.contiguous, tensors))
+        kind, tensors = None, []
+        if self._on:
+            form = take_apart((args, kwargs), tensors)
+            kind = self._kind(self._of[number], form, tensors)
+            self.plain += kind is None
+        own = self._now[number]
+        with self._ring.weights(number, own) as weights:
+            if kind is None:
+                with nullcontext() if weights is own else _having(self._function.blocks[number], weights):
+                    return plainly(*args, **kwargs)
+            results = self._opened[kind](*weights, *map(torch.Tensor.contiguous, tensors))
         return put_together(self.kinds[kind].gives, iter(results))
 
     def _kind(self, kinds: tuple[int, ...], form: Form, tensors: Sequence[torch.Tensor]) -> int | None:

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 
 from ...architectures import Architecture, Role
 from ...architectures.shapes import TensorSpec
+from ...comfy_model.comfyui_internals import Feature, works
 from ...comfy_model.live_weights import LiveWeights
 from ...comfy_model.network import NativeNetwork
 from ...comfy_model.torch_kernels import best_attention
 from ...engine_library import Engine
 from ...sessions.made_inputs import PerImagePasses
+from ...sessions.weight_ring import WeightRing
 from . import wiring
-from .compiled import Compiled, lifted
+from .compiled import Compiled, lifted, parameters_of
 from .kinds import InBlocks, Kinds
 
 if TYPE_CHECKING:
@@ -36,6 +38,7 @@ class LiveNetwork:
     Attributes:
         inputs, outputs: its tensors, in order.
         weights: where the parameters come from.
+        blocks: the layers that are compiled by kinds, or none.
         shares: whether they may be ComfyUI's own where these lie on the GPU.
         per-image passes: what gives some of the inputs.
     """
@@ -57,7 +60,9 @@ class LiveNetwork:
         self._compiled: dict[Sizes, Compiled | InBlocks] = {}
         self._flat: list[torch.Tensor] = []
         self._of_blocks: list[list[torch.Tensor]] = []
+        self._ring: WeightRing | None = None
         self._flat_of = -1
+        self.blocks: Sequence[torch.nn.Module] = getattr(self.function, "blocks", ())
 
     def sync_from(self, patcher: ModelPatcher, thorough: bool = True) -> None:
         """Take a patcher's weights; see ``LiveWeights.sync_from``."""
@@ -66,14 +71,36 @@ class LiveNetwork:
     def release(self) -> None:
         """Give the weights' memory back; the next ``sync_from`` starts anew."""
         self.weights.release()
-        self._flat, self._of_blocks, self._flat_of = [], [], -1
+        self._let_go()
+
+    def move_out(self, names: Collection[str]) -> None:
+        """See ``LiveWeights.move_out``."""
+        self.weights.move_out(names)
+        self._let_go()
+
+    def _let_go(self) -> None:
+        self._flat, self._of_blocks, self._ring, self._flat_of = [], [], None, -1
+
+    @property
+    def bytes(self) -> int:
+        """Memory on the device of weights that are not ComfyUI's own."""
+        return self.weights.bytes + (0 if self._ring is None else self._ring.bytes)
+
+    @property
+    def streams(self) -> bool:
+        """Tell whether weights of blocks may wait in main memory: each block then runs by itself."""
+        opened = any(isinstance(one, InBlocks) for one in self._compiled.values())
+        return opened and works(Feature.STREAMED)
 
     def _find_weights(self) -> None:
         """Find the weights anew where a tensor has moved, in the order that compiled files take them in."""
         if self._flat_of != self.weights.generation:
+            self._let_go()  # first: a ring may hold much
             self._flat = list(lifted(self.function).values())
-            blocks = getattr(self.function, "blocks", ())
-            self._of_blocks = [list(lifted(block).values()) for block in blocks]
+            self._of_blocks = [list(lifted(block).values()) for block in self.blocks]
+            outside = self.weights.outside_parameters()
+            marks = [[id(parameter) in outside for parameter in parameters_of(block)] for block in self.blocks]
+            self._ring = WeightRing(self._of_blocks, marks, self.device)
             self._flat_of = self.weights.generation
 
     def flat_weights(self) -> list[torch.Tensor]:
@@ -81,9 +108,9 @@ class LiveNetwork:
         self._find_weights()
         return self._flat
 
-    def _weights_of_blocks(self) -> list[list[torch.Tensor]]:
+    def _weights_of_blocks(self) -> tuple[list[list[torch.Tensor]], WeightRing]:
         self._find_weights()
-        return self._of_blocks
+        return self._of_blocks, self._ring
 
     def add_compiled(self, sizes: Sizes, compiled: Compiled | Kinds, engine: Engine | None = None) -> None:
         """Use ``compiled``, an engine's, for calls of exactly these sizes."""

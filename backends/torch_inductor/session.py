@@ -7,14 +7,13 @@ import math
 import time
 import weakref
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import torch
 
 from ...architectures.calls import AsyncInputs, Call, UncoveredCall, file_sizes, lacking_words, words_of
-from ...architectures.shapes import Profile, ShapeMismatch, bind
+from ...architectures.shapes import Profile
 from ...comfy_model.changed_layers import structure_of
 from ...comfy_model.module_copy import ReplacedForward
 from ...comfy_model.network import NativeNetwork
@@ -22,12 +21,14 @@ from ...comfy_model.torch_kernels import laid_out, strides_laid_out
 from ...engine_library import Engine, Fallback, Reason, Unavailable
 from ...sessions.cuda_capture import Capture
 from ...sessions.cuda_graphs import GraphCache
-from ...sessions.gpu_memory import is_out_of_memory, need_room, tried_again
+from ...sessions.gpu_memory import is_out_of_memory, tried_again
 from ...sessions.made_inputs import Zeros
-from ...sessions.session import first_line, misfit, refusal_of, refuse, shared
+from ...sessions.session import first_line, refusal_of, refuse, shared
 from . import opened_files
 from .compiled import Compiled
 from .network import LiveNetwork, Sizes, frozen
+from .plans import Plan, Plans
+from .weight_places import WeightPlaces
 
 if TYPE_CHECKING:
     from comfy.model_patcher import ModelPatcher
@@ -47,15 +48,6 @@ class Compiler(Protocol):
     def sizes(self, engine: Engine) -> list[dict[str, int]]: ...
 
     def open_live(self, engine: Engine, sizes: dict[str, int], device: torch.device) -> Compiled: ...
-
-
-@dataclass(frozen=True)
-class _Plan:
-    """Consequences of one set of input shapes, worked out once; ``sizes`` are the compiled file's."""
-
-    symbols: dict[str, int]
-    sizes: Sizes
-    uncovered: UncoveredCall
 
 
 class LiveSession:
@@ -82,13 +74,14 @@ class LiveSession:
         self._precision = precision
         self._architecture = network.architecture()
         self._live = LiveNetwork(network, self._architecture, precision)
+        self._places = WeightPlaces(self._live)
         self._module, self._structure = weakref.ref(network.module), structure_of(network.module)
         self._sampled_with = weakref.ref(network.patcher)
         self._specs = {spec.name: spec for spec in self._live.inputs}
         steady = [spec.name for spec in self._live.inputs if spec.steady]
         self.graphs = GraphCache(self.device, capture=recorder, steady=[*steady, *self._live.passes.steady])
         self._zeros = Zeros(self.device, partial(strides_laid_out, device=self.device))
-        self._plans: dict[tuple, _Plan] = {}
+        self._plans = Plans(self._architecture, self._live.inputs, self.device)
         self._files: dict[Sizes, Engine] = {}  # to be opened at the first call of their sizes
         self._opened: dict[Sizes, Engine] = {}
         self._last: Sizes = frozenset()
@@ -129,6 +122,10 @@ class LiveSession:
         return id(self), weights.generation, weights.version, frozenset(self._opened)
 
     @property
+    def remark(self) -> str:
+        return self._places.words()
+
+    @property
     def parts(self) -> frozenset[LiveSession]:
         return frozenset([self])
 
@@ -152,7 +149,7 @@ class LiveSession:
     def bytes(self) -> int:
         """GPU memory that this session holds beside ComfyUI's own weights, or will hold once it has run."""
         if self.loaded:
-            return self._live.weights.bytes + self.graphs.bytes
+            return self._live.bytes + self.graphs.bytes
         patcher = self._sampled_with()
         if patcher is None or not self.owns_weights(patcher):
             return 0
@@ -217,7 +214,7 @@ class LiveSession:
         """Tell whether native weights that ComfyUI loads for a patcher would lie unused beside this session's."""
         return not self._live.shares or patcher.is_dynamic()
 
-    def load(self) -> None:
+    def load(self, most: float = math.inf) -> None:
         """Take the memory of weights of its own, if it has some and it is known whose they are.
 
         Raises:
@@ -225,7 +222,17 @@ class LiveSession:
         """
         patcher = self._sampled_with()  # a guider's second model is loaded unplanned: here may be one that is gone
         if patcher is not None and self.owns_weights(patcher):
+            self._open_blocks()
+            self._places.limit(most)
             self._with_memory(self._follow)
+
+    def give_back(self, size: int) -> int:
+        before = self.bytes
+        self.graphs.clear()
+        if not self._places.give_back(size):
+            self.unload()
+            return before
+        return before - self.bytes
 
     def unload(self) -> None:
         """Give the memory back; the next call starts anew."""
@@ -244,7 +251,7 @@ class LiveSession:
 
     def _with_memory(self, start: Callable[[], Result]) -> Result:
         """Return ``start()``; where memory lacks, once more when all is closed and ComfyUI has freed its share."""
-        return tried_again(lambda: self._explained(start), self.device, self.unload, self.unload)
+        return tried_again(lambda: self._explained(start), self.device, self._with_less, self.unload)
 
     def _explained(self, start: Callable[[], Result]) -> Result:
         try:
@@ -256,10 +263,13 @@ class LiveSession:
             raise Unavailable(Reason.ENGINE_FAILED, first_line(error)) from error
 
     def _follow(self) -> None:
-        weights, patcher = self._live.weights, self._sampled_with()
-        if not weights.loaded and (size := weights.missing(patcher)):
-            need_room(size, self.device)  # where ComfyUI loaded the model in part the rest has no room either
-        self._live.sync_from(patcher, thorough=self._new_run)
+        patcher = self._sampled_with()
+        self._open_blocks()
+        self._places.follow(patcher, self.owns_weights(patcher), thorough=self._new_run)
+
+    def _with_less(self) -> None:
+        self._places.leave_more_free()
+        self.unload()
 
     def _call(
         self, given: Mapping[str, torch.Tensor], extras: Mapping[str, Hashable], late: AsyncInputs | None
@@ -267,10 +277,10 @@ class LiveSession:
         self._follow()
         self._new_run = False
         given = self._live.passes.run(given, extras, self._live.weights.version)
-        plan = self._plan(given)
+        plan = self._plans.of(given)
         self._last = plan.sizes
         if plan.sizes in self._files:
-            self._open_compiled(plan)
+            self._open_compiled(plan.sizes)
         if not self._architecture.per_step and plan.sizes not in self._opened:
             raise Unavailable.of(self._not_compiled(plan.symbols))
         try:
@@ -281,6 +291,7 @@ class LiveSession:
             if plan.sizes not in self._opened or is_out_of_memory(error):
                 raise
             self._refuse(self._opened[plan.sizes], error)
+            self._follow()
             results = self._computed(given, plan, late)
         self.uncovered = None if plan.sizes in self._opened else plan.uncovered
         return dict(results)
@@ -293,7 +304,7 @@ class LiveSession:
         return Fallback(Reason.SHAPE_OUTSIDE_PROFILE, detail, uncovered=uncovered, advice=advice)
 
     def _computed(
-        self, given: Mapping[str, torch.Tensor], plan: _Plan, late: AsyncInputs | None
+        self, given: Mapping[str, torch.Tensor], plan: Plan, late: AsyncInputs | None
     ) -> dict[str, torch.Tensor]:
         if not self._architecture.per_step:
             return self._live.run(self._prepared(given, plan.symbols), plan.sizes)
@@ -316,34 +327,22 @@ class LiveSession:
                 inputs[name] = laid_out(tensor.to(self.device, getattr(torch, self._specs[name].dtype)))
         return inputs
 
-    def _plan(self, given: Mapping[str, torch.Tensor]) -> _Plan:
-        key = tuple((name, tensor.shape) for name, tensor in given.items())
-        plan = self._plans.get(key)
-        if plan is None:
-            try:
-                symbols = bind(self._live.inputs, {name: tuple(t.shape) for name, t in given.items()})
-            except ShapeMismatch as error:
-                raise misfit(error) from None
-            if unknown := given.keys() - self._specs.keys():
-                raise Unavailable(Reason.UNSUPPORTED_INPUT, f"the network has no input {sorted(unknown)[0]}")
-            if len(self._plans) > 256:
-                self._plans.clear()
-            sizes, words = frozen(file_sizes(self._architecture, symbols)), lacking_words(self._architecture, symbols)
-            ran = "graph" if self.device.type == "cuda" else "eager"
-            plan = self._plans[key] = _Plan(symbols, sizes, UncoveredCall(frozen(symbols), words, ran))
-        return plan
+    def _open_blocks(self) -> None:
+        """Open the compiled file for every size, if there is one: with it the weights of blocks can be streamed."""
+        if frozenset() in self._files:
+            self._open_compiled(frozenset())
 
-    def _open_compiled(self, plan: _Plan) -> None:
+    def _open_compiled(self, sizes: Sizes) -> None:
         """Open the compiled file for some sizes; where that fails the network runs uncompiled."""
-        engine = self._files.pop(plan.sizes)
+        engine = self._files.pop(sizes)
         started = time.perf_counter()
         try:
-            opened = self.backend.open_live(engine, dict(plan.sizes), self.device)
-            self._live.add_compiled(plan.sizes, opened, engine)
+            opened = self.backend.open_live(engine, dict(sizes), self.device)
+            self._live.add_compiled(sizes, opened, engine)
         except Exception as error:
             self._refuse(engine, error)
             return
-        self._opened[plan.sizes] = engine
+        self._opened[sizes] = engine
         seconds = time.perf_counter() - started
         log.info("Hybrid TRT: opened %s on %s in %.1f s", engine.folder.name, self.device, seconds)
 
@@ -355,6 +354,8 @@ class LiveSession:
         for sizes in [sizes for sizes, other in self._opened.items() if other == engine]:
             del self._opened[sizes]
             self._live.forget_compiled(sizes)
+        if not self._live.streams:
+            self._live.move_out(())
         self.graphs.clear()
         log.warning("Hybrid TRT: %s runs uncompiled for these sizes (%s)", self.label, first_line(error))
 
@@ -366,10 +367,11 @@ class LiveSession:
             more = "; build an engine to have it compiled" if self.backend.cannot_build(self.device) is None else ""
             why = f". The engine that is there is not used: {self.passed_over}" if self.passed_over else ""
             return f"{start}, {self._uncompiled}{more}{why}"
+        streamed = f"; {self.remark}" if self.remark else ""
         smallest_first = sorted(self.compiled, key=lambda call: math.prod(call.values()))
         words = dict.fromkeys(words_of(self._architecture, call) for call in smallest_first)
         size = sum(engine.manifest.bytes for engine in self.engines)
-        return f"{start}, compiled for {'; '.join(words)}, {size / 1e6:.0f} MB"
+        return f"{start}, compiled for {'; '.join(words)}, {size / 1e6:.0f} MB{streamed}"
 
 
 def live_session(network: NativeNetwork, backend: Compiler, precision: str) -> LiveSession:

@@ -45,7 +45,7 @@ def test_a_call_makes_one_product_for_what_takes_the_same_input(kind: str, layou
     session, given = opened(net), given_for(net)
     assert error(session, net, given) <= 1e-5
     live = session.live
-    ready = session._prepared(live.passes.run(given, {}, 0), session._plan(live.passes.run(given, {}, 0)).symbols)
+    ready = session._prepared(live.passes.run(given, {}, 0), session._plans.of(live.passes.run(given, {}, 0)).symbols)
     blocks = sum(isinstance(layer, BasicTransformerBlock) for layer in net.module.modules())
     resblocks = sum(isinstance(layer, ResBlock) for layer in net.module.modules())
     saved = 2 * blocks + (2 * blocks - 1) + (resblocks - 1)

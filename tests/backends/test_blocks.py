@@ -33,10 +33,12 @@ from hybrid_trt.engine_library import BuildError, Engine, Library, measurements,
 from hybrid_trt.engine_library.engine import relative_error
 from hybrid_trt.page_api import picture_fit
 from hybrid_trt.sessions import session as session_module
+from hybrid_trt.sessions.weight_ring import WeightRing
 from tiny_transformers import let_comfyui_load_zimage
 from zimage import network as zimage_network
 
 LIMIT = 1e-5
+NO_RING = WeightRing([], [], torch.device("cpu"))
 TORCH = backends()["torch"]
 SOME_FREE = SimpleNamespace(free={"T": Range(2, 97, 900), "L": Range(2, 1009, 5000)})
 CALL = {"B": 1, "R": 4, "C": 3, "T": 9, "L": 0}
@@ -185,17 +187,17 @@ def test_the_first_call_of_a_machine_shows_whether_each_block_has_its_own_weight
             result = session.run(sample_inputs(session.live.inputs, CALL, seed=1))["out"]
         return result, session
 
-    swapped, broken = called(lambda weights: weights[::-1])
+    swapped, broken = called(lambda given: (given[0][::-1], given[1]))
     assert "blocks together differ from the normal model" in broken.refusal
     assert wiring.FIGURE not in measurements.figures(engine)
     session_module._refused.clear()  # as in another process
-    right, whole = called(list)
+    right, whole = called(tuple)
     assert torch.equal(swapped, whole.live.function(*sample_inputs(whole.live.inputs, CALL, seed=1).values())[0])
     assert relative_error(right, swapped) <= LIMIT
     assert (whole.refusal, in_use(whole).judge) == (None, None)
     assert measurements.figures(engine)[wiring.FIGURE] <= LIMIT
     plainly.clear()
-    assert relative_error(called(list)[0], swapped) <= LIMIT
+    assert relative_error(called(tuple)[0], swapped) <= LIMIT
     assert len(plainly) == 1, "it is not compared again"
 
 
@@ -370,7 +372,7 @@ def compiled() -> tuple[Network, InBlocks]:
     opened = opened_files._open(compile_kinds.contents_of(of, kinds), None)
     assert isinstance(opened, Kinds)
     weights = [list(compile_kinds.lifted(block).values()) for block in net.blocks]
-    return net, InBlocks(net, opened, lambda: weights)
+    return net, InBlocks(net, opened, lambda: (weights, NO_RING))
 
 
 @COMPILES
@@ -409,7 +411,7 @@ def test_a_block_that_is_called_otherwise_runs_plainly_and_inputs_are_not_writte
 def test_closed_blocks_compute_as_they_are() -> None:
     net = Network().requires_grad_(False)
     own = [block.forward for block in net.blocks]
-    blocks = InBlocks(net, Kinds([()] * 3, [], []), lambda: [[]] * 3)
+    blocks = InBlocks(net, Kinds([()] * 3, [], []), lambda: ([[]] * 3, NO_RING))
     x = torch.randn(1, 3, 4)
     with torch.inference_mode():
         assert torch.equal(blocks(x)[0], net(x)[0])

@@ -14,6 +14,7 @@ from fake_engine import publish_engine
 from hybrid_trt.architectures.shapes import Profile, Range
 from hybrid_trt.backends import backends
 from hybrid_trt.backends.tensorrt.version8.backend import BACKEND as VERSION8
+from hybrid_trt.comfy_model import main_memory
 from hybrid_trt.engine_builder import resources
 from hybrid_trt.engine_builder.build import build_engine
 from hybrid_trt.engine_builder.check import check_engine
@@ -98,7 +99,7 @@ def test_all_words_for_a_lack_of_memory_are_known(error: Exception) -> None:
 def test_a_container_has_what_its_limit_leaves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     outside = resources.available_bytes()
     assert outside > 0
-    monkeypatch.setattr(resources, "CGROUP", tmp_path)
+    monkeypatch.setattr(main_memory, "CGROUP", tmp_path)
     for name, text in (("memory.current", "900000000"), ("memory.stat", "anon 5\ninactive_file 200000000\n")):
         (tmp_path / name).write_text(text)
     (tmp_path / "memory.max").write_text("1000000000\n")

@@ -43,10 +43,11 @@ def random_weights(module: torch.nn.Module, dtype: torch.dtype) -> None:
         p.data = (torch.randn(p.shape, generator=generator) / fan_in**0.5 + name.endswith("norm.weight")).to(dtype)
 
 
-def network(layout: str, dtype: torch.dtype = torch.float32) -> NativeNetwork:
-    """A random network of a layout."""
+def network(layout: str, dtype: torch.dtype = torch.float32, **other: Any) -> NativeNetwork:
+    """A random network of a layout; ``other`` replaces some of its settings."""
     model = torch.nn.Module()
-    model.diffusion_model = Flux(**LAYOUTS[layout], dtype=dtype, device=CPU, operations=comfy.ops.disable_weight_init)
+    settings = LAYOUTS[layout] | other
+    model.diffusion_model = Flux(**settings, dtype=dtype, device=CPU, operations=comfy.ops.disable_weight_init)
     random_weights(model.diffusion_model, dtype)
     model.eval().requires_grad_(False)
     return NativeNetwork(ModelPatcher(model, CPU, CPU), model.diffusion_model, UNET_PREFIX, dtype, layout,

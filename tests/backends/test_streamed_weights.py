@@ -1,0 +1,263 @@
+"""Weights of blocks in main memory: the same values to the bit, wherever they are and however that changes."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import weakref
+from pathlib import Path
+
+import pytest
+import token_networks
+import torch
+from comfy.model_management import LoadedModel
+from compiling import COMPILES
+from fake_recorder import Recorder
+from flux_networks import network as flux_network
+from hybrid_trt.architectures.calls import RequestedCalls, calls_to_compile
+from hybrid_trt.architectures.shapes import Profile, RequestedSizes, sample_inputs
+from hybrid_trt.backends import backends
+from hybrid_trt.backends.torch_inductor import weight_places
+from hybrid_trt.backends.torch_inductor.kinds import Kind
+from hybrid_trt.backends.torch_inductor.session import LiveSession
+from hybrid_trt.comfy_model.network import NativeNetwork
+from hybrid_trt.engine_builder.build import build_engine
+from hybrid_trt.engine_builder.order import BuildOrder
+from hybrid_trt.engine_library import Engine, Library, Unavailable, trust
+from hybrid_trt.engine_library.engine import relative_error
+from hybrid_trt.sampling.engine_patcher import EnginePatcher
+from hybrid_trt.sessions import session as session_module
+from patched import with_lora
+
+TORCH = backends()["torch"]
+SIZES = [{"B": 1, "N": 35, "C": 12, "T": 9}, {"B": 2, "N": 24, "C": 12, "T": 30}]
+
+PRECISIONS = {"cpu": "float32", "cuda": "bfloat16"}
+NO_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no NVIDIA GPU")
+
+pytestmark = COMPILES
+
+
+@pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, NO_GPU])])
+def network(request: pytest.FixtureRequest) -> NativeNetwork:
+    dtype = getattr(torch, PRECISIONS[request.param])
+    net = flux_network("dev", dtype, depth=4, depth_single_blocks=12)
+    net.patcher.load_device = torch.device(request.param, 0 if request.param == "cuda" else None)
+    return NativeNetwork(net.patcher, net.module, net.prefix, dtype, "dev", net.role)
+
+
+@pytest.fixture(scope="module")
+def engine(network: NativeNetwork, tmp_path_factory: pytest.TempPathFactory) -> Engine:
+    folder = tmp_path_factory.mktemp("streamed")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(trust.FOLDER_VARIABLE, str(folder / "keys"))
+        return built(network, PRECISIONS[network.device.type], folder)
+
+
+def built(network: NativeNetwork, precision: str, folder: Path) -> Engine:
+    profile = network.architecture().profile(RequestedSizes(32, 64, 256))
+    inputs = network.architecture().engine_inputs(network.module, precision)
+    symbols = {dim.symbol for spec in inputs for dim in spec.dims if not isinstance(dim, int)}
+    ((call,),) = calls_to_compile(network.architecture(), RequestedCalls(profile), symbols, [])
+    order = BuildOrder(network, precision, Profile.around([call]), TORCH, calls=(call,))
+    return build_engine(order, Library([folder / "library"]), lambda *_: None)
+
+
+@pytest.fixture
+def session(network: NativeNetwork, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> LiveSession:
+    """A session on weights of its own; even the small weights of its blocks are streamed."""
+    monkeypatch.setenv(trust.FOLDER_VARIABLE, str(engine.folder.parents[1] / "keys"))
+    monkeypatch.setattr(weight_places, "STREAMED_FROM", 0)
+    monkeypatch.setattr(session_module, "_refused", {})
+    monkeypatch.setattr(LiveSession, "owns_weights", lambda *_: True)
+    return opened(network, engine)
+
+
+def opened(network: NativeNetwork, engine: Engine) -> LiveSession:
+    on_cpu = network.device.type == "cpu"
+    session = LiveSession(network, TORCH, PRECISIONS[network.device.type], Recorder() if on_cpu else None)
+    session.use([engine])
+    return session
+
+
+def results(session: LiveSession) -> list[torch.Tensor]:
+    """Of each size plainly, recorded and replayed."""
+    drawn = [sample_inputs(session.live.inputs, sizes, seed=1) for sizes in SIZES]
+    inputs = [{name: tensor.to(session.device) for name, tensor in given.items()} for given in drawn]
+    with torch.inference_mode():
+        return [session.run(given)["out"] for _ in range(3) for given in inputs]
+
+
+def near(found: list[torch.Tensor], wanted: list[torch.Tensor]) -> bool:
+    limit = 1e-5 if found[0].dtype is torch.float32 else 5e-2
+    return max(itertools.starmap(relative_error, zip(found, wanted, strict=True))) <= limit
+
+
+def equal(found: list[torch.Tensor], wanted: list[torch.Tensor]) -> bool:
+    return all(torch.equal(one, other) for one, other in zip(found, wanted, strict=True))
+
+
+def outside(session: LiveSession) -> float:
+    """The part of the weights in main memory."""
+    weights = session.live.weights
+    return weights.size_of(weights.outside) / weights.most_bytes
+
+
+@pytest.mark.parametrize(("room", "least", "most"), [(1.2, 0, 0), (0.8, 0.2, 0.7), (0, 0.5, 1)])
+def test_results_are_the_same_wherever_the_weights_are(
+    session: LiveSession, network: NativeNetwork, engine: Engine, room: float, least: float, most: float
+) -> None:
+    whole = session.live.weights.most_bytes
+    expected = results(opened(network, engine))
+    session.load(room * whole)
+    assert least <= outside(session) <= most
+    assert session.bytes == session.live.bytes >= (1 - outside(session)) * whole - 1
+    assert session.bytes <= room * whole or outside(session) > 0.5
+    assert equal(results(session), expected)
+    assert ("comes from main memory" in session.status(Profile({}))) == (least > 0)
+    assert session.live._compiled[frozenset()].plain == 0
+
+
+def test_weights_give_way_bit_by_bit_and_come_back_when_there_is_room(session: LiveSession) -> None:
+    expected = results(session)
+    assert outside(session) == 0
+    for size in (1, session.bytes // 8, session.bytes // 4):
+        before, part = session.bytes, outside(session)
+        assert session.give_back(size) >= size or outside(session) > 0.5
+        assert session.loaded
+        assert (session.bytes < before, outside(session) > part) == (True, True)
+        assert equal(results(session), expected)
+    part = outside(session)
+    session.load(1.05 * session.bytes)
+    assert outside(session) == part, "no graph is lost for a few weights"
+    session.load(math.inf)
+    assert outside(session) == 0
+    assert equal(results(session), expected)
+
+
+@pytest.mark.parametrize("part", [0.5, 1.0], ids=["half", "all"])
+def test_what_is_given_back_is_free(session: LiveSession, part: float) -> None:
+    results(session)
+    lent = [weakref.ref(tensor) for own in session.live._weights_of_blocks()[0] for tensor in own]
+    own = [weakref.ref(parameter) for block in session.live.blocks for parameter in block.parameters()]
+    session.give_back(int(part * session.bytes)) if part < 1 else session.unload()
+    assert all(weight() is None for weight in lent)
+    assert sum(weight() is None for weight in own) >= 0.4 * part * len(own)
+
+
+def test_a_lora_comes_and_goes_in_streamed_weights(
+    session: LiveSession, network: NativeNetwork, engine: Engine
+) -> None:
+    resident = opened(network, engine)
+    session.load(0)
+    first = results(session)
+    for strength in (0.8, 0.3):
+        patched = with_lora(network.patcher, strength, ends="weight")
+        for one in (session, resident):
+            one.begin_run(patched)
+        assert equal(results(session), results(resident))
+        assert not equal(results(session), first)
+    session.begin_run(network.patcher)
+    assert equal(results(session), first)
+
+
+def test_blocks_that_run_plainly_have_their_streamed_weights_too(
+    session: LiveSession, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = results(session)
+    session.load(0)
+    session.live._compiled[frozenset()]._chosen.clear()
+    monkeypatch.setattr(Kind, "serves", lambda *_: False)
+    found = results(session)
+    assert session.live._compiled[frozenset()].plain > 0
+    assert near(found, expected)
+
+
+def test_a_call_without_memory_streams_more_the_second_time(
+    session: LiveSession, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(weight_places, "LEAST_SPARE", session.live.weights.most_bytes // 3)
+    expected = results(session)
+    session.load(1.1 * session.live.weights.most_bytes)
+    run = session.live.run
+
+    def full(*given: object) -> dict[str, torch.Tensor]:
+        monkeypatch.setattr(session.live, "run", run)
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    session.graphs.clear()
+    monkeypatch.setattr(session.live, "run", full)
+    assert equal(results(session), expected)
+    assert outside(session) > 0.2
+
+
+class Owner:
+    """Opens the engine, as a handle does."""
+
+    def __init__(self, session: LiveSession) -> None:
+        self.open = session.load
+
+    def models_beside(self, _patcher: object = None) -> list:
+        return []
+
+
+def test_comfyui_loads_and_frees_an_engine_in_part(session: LiveSession) -> None:
+    """ComfyUI's own record of a loaded model asks; the device has no limits of its own here."""
+    whole = session.live.weights.most_bytes
+    owner = Owner(session)
+    patcher = EnginePatcher.on(session.device, owner)
+    patcher.model.session = session
+    loaded = LoadedModel(patcher)
+    loaded.model_load(0)
+    assert outside(session) == 0
+    assert loaded.model_loaded_memory() == loaded.model_memory() == session.bytes == whole
+    expected = results(session)
+    assert loaded.model_unload(whole // 4) is False, "it stays loaded"
+    assert loaded.model_loaded_memory() <= 3 / 4 * whole
+    assert equal(results(session), expected)
+    kept = outside(session)
+    assert loaded.model_unload() is True
+    assert (session.loaded, loaded.model_loaded_memory()) == (False, 0)
+    loaded.model_load(0.6 * whole)
+    assert loaded.model_loaded_memory() <= 0.6 * whole
+    assert outside(session) > kept
+    assert equal(results(session), expected)
+
+
+@pytest.mark.slow
+def test_quantised_weights_are_streamed_as_they_are(
+    models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(trust.FOLDER_VARIABLE, str(tmp_path / "keys"))
+    monkeypatch.setattr(weight_places, "STREAMED_FROM", 0)
+    monkeypatch.setattr(LiveSession, "owns_weights", lambda *_: True)
+    file = "tiny_flux1_fp8_unet"
+    network = NativeNetwork.of_model(token_networks.load(str(models[file])), file)
+    engine = built(network, "float32", tmp_path)
+    streamed, resident = opened(network, engine), opened(network, engine)
+    streamed.load(0)
+    assert outside(streamed) > 0.3
+    given = sample_inputs(streamed.live.inputs, SIZES[0], seed=1)
+    with torch.inference_mode():
+        for _ in range(3):
+            assert torch.equal(streamed.run(given)["out"], resident.run(given)["out"])
+    assert streamed.uncovered is None
+
+
+def test_where_main_memory_is_short_too_native_is_told_so(
+    session: LiveSession, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(weight_places, "available_bytes", lambda: 1000)
+    with pytest.raises(Unavailable, match="main memory"):
+        session.load(0)
+
+
+def test_an_engine_whose_file_is_gone_streams_nothing(
+    session: LiveSession, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    session.load(0)
+    expected = results(session)
+    session._refuse(engine, RuntimeError("broken"))
+    assert outside(session) == 0
+    found = results(session)
+    assert near(found, expected)
