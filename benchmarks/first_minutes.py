@@ -169,6 +169,25 @@ class Bench:
         return round(time.monotonic() - began, 1)
 
 
+def prepare(options: argparse.Namespace) -> list[str]:
+    """Make paths absolute and ComfyUI importable; return the command's arguments, which ComfyUI would read."""
+    options.comfyui, options.base, options.logs = (p.resolve() for p in (options.comfyui, options.base, options.out))
+    options.logs = options.logs.parent
+    arguments, sys.argv = sys.argv[1:], sys.argv[:1]
+    sys.path.append(str(options.comfyui))
+    if options.tiny:
+        tiny_models.import_comfy_on_cpu()
+    os.environ.setdefault("PYTHONPYCACHEPREFIX", str(options.base / "python_cache"))  # as an installation has it
+    return arguments
+
+
+def about(script: str, arguments: list[str]) -> dict[str, Any]:
+    """Return what a result file says of the machine and the command."""
+    return {"gpu": torch.cuda.get_device_name(0) if torch.cuda.is_available() else "a CPU", "torch": torch.__version__,
+            "cpu_cores": os.cpu_count(), "date": datetime.now(timezone.utc).date().isoformat(),
+            "command": " ".join(["python", f"benchmarks/{script}", *arguments])}  # fmt: skip
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--comfyui", type=Path, required=True)
@@ -178,16 +197,7 @@ def main() -> None:
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
     parser.add_argument("--tiny", action="store_true")
     options = parser.parse_args()
-    options.comfyui, options.base, options.logs = (p.resolve() for p in (options.comfyui, options.base, options.out))
-    options.logs = options.logs.parent
-    arguments, sys.argv = sys.argv[1:], sys.argv[:1]  # ComfyUI reads it
-    sys.path.append(str(options.comfyui))
-    if options.tiny:
-        tiny_models.import_comfy_on_cpu()
-    os.environ.setdefault("PYTHONPYCACHEPREFIX", str(options.base / "python_cache"))  # as an installation has it
-    meta = {"gpu": torch.cuda.get_device_name(0) if torch.cuda.is_available() else "a CPU", "torch": torch.__version__,
-            "cpu_cores": os.cpu_count(), "date": datetime.now(timezone.utc).date().isoformat(),
-            "command": " ".join(["python benchmarks/first_minutes.py", *arguments])}  # fmt: skip
+    meta = about("first_minutes.py", prepare(options))
     rows = []
     for name in options.cases:
         bench = Bench(name, options)
