@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Collection, Sequence
 from pathlib import Path
@@ -9,6 +10,8 @@ from pathlib import Path
 import torch
 
 CGROUP = Path("/sys/fs/cgroup")
+PAGE = 4096
+"""Bytes of a page. CUDA pins whole pages, and none twice, so no two tensors share one."""
 
 
 class MainMemory:
@@ -31,9 +34,12 @@ class MainMemory:
         from comfy import model_management
 
         self.free([name])
-        tensor = torch.empty(shape, dtype=dtype)
-        self._tensors[name] = tensor, torch.cuda.is_available() and model_management.pin_memory(tensor)
-        return tensor
+        size = math.prod(shape) * dtype.itemsize
+        whole = -(-size // PAGE) * PAGE
+        memory = torch.empty(whole + PAGE, dtype=torch.uint8)
+        pages = memory[-memory.data_ptr() % PAGE :][:whole]
+        self._tensors[name] = pages, torch.cuda.is_available() and model_management.pin_memory(pages)
+        return pages[:size].view(dtype).view(shape)
 
     def free(self, names: Collection[str] | None = None) -> None:
         """Let go of tensors, of all by default; names without one are left alone."""
