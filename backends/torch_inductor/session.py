@@ -74,7 +74,7 @@ class LiveSession:
         self._precision = precision
         self._architecture = network.architecture()
         self._live = LiveNetwork(network, self._architecture, precision)
-        self._places = WeightPlaces(self._live)
+        self._places = WeightPlaces(self._live, self._open_blocks)
         self._module, self._structure = weakref.ref(network.module), structure_of(network.module)
         self._sampled_with = weakref.ref(network.patcher)
         self._specs = {spec.name: spec for spec in self._live.inputs}
@@ -222,7 +222,6 @@ class LiveSession:
         """
         patcher = self._sampled_with()  # a guider's second model is loaded unplanned: here may be one that is gone
         if patcher is not None and self.owns_weights(patcher):
-            self._open_blocks()
             self._places.limit(most)
             self._with_memory(self._follow)
 
@@ -264,7 +263,6 @@ class LiveSession:
 
     def _follow(self) -> None:
         patcher = self._sampled_with()
-        self._open_blocks()
         self._places.follow(patcher, self.owns_weights(patcher), thorough=self._new_run)
 
     def _with_less(self) -> None:
@@ -328,7 +326,7 @@ class LiveSession:
         return inputs
 
     def _open_blocks(self) -> None:
-        """Open the compiled file for every size, if there is one: with it the weights of blocks can be streamed."""
+        """Open the compiled file for every size, if there is one."""
         if frozenset() in self._files:
             self._open_compiled(frozenset())
 

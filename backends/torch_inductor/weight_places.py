@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from ...comfy_model.main_memory import available_bytes
@@ -27,7 +28,13 @@ LEAST_SPARE = 1 << 29
 class WeightPlaces:
     """Decides where the weights of a network are, and has them follow a patcher."""
 
-    def __init__(self, live: LiveNetwork):
+    def __init__(self, live: LiveNetwork, open_blocks: Callable[[], None]):
+        """
+        Args:
+            open_blocks: opens the compiled blocks, if they are there: with them weights can be streamed. It is called
+                where memory is short, because it takes a while.
+        """
+        self._open_blocks = open_blocks
         self._live, self._weights, self._device = live, live.weights, live.device
         self._large = [self._weights.large(block, STREAMED_FROM) for block in live.blocks]
         self._most, self._spare = math.inf, 0
@@ -60,10 +67,9 @@ class WeightPlaces:
             Unavailable: memory is short, or see ``LiveWeights.sync_from``.
         """
         if (thorough or not self._weights.complete) and not owned and self._live.streams:
-            native = self._weights.native_outside()
-            self._live.move_out({name for names in self._large for name in names if name in native})
+            self._place_as_comfyui()
         if not self._weights.complete and (size := self._weights.missing(patcher)):
-            self._make_room(size, patcher)
+            self._make_room(size, patcher, owned)
         self._live.sync_from(patcher, thorough)
 
     def words(self) -> str:
@@ -75,15 +81,24 @@ class WeightPlaces:
         slow = "" if self._weights.pinned else ", slowly, because ComfyUI does not pin that memory"
         return f"{here}; the rest comes from main memory in each step{slow}"
 
-    def _make_room(self, size: int, patcher: ModelPatcher) -> None:
-        if not self._live.streams:
-            need_room(size, self._device)  # where ComfyUI loaded the model in part the rest has no room either
-            return
+    def _make_room(self, size: int, patcher: ModelPatcher, owned: bool) -> None:
+        """Free ``size`` bytes for weights; where memory is short, let those of some blocks wait in main memory."""
         make_room(size, self._device)
-        self._place(min(self._most, free_room(self._device) + self._live.bytes) - self._spare)
+        room = min(self._most, free_room(self._device) + self._live.bytes) - self._spare
+        if size + self._live.bytes > room or self._weights.outside:
+            self._open_blocks()
+            if self._live.streams and owned:
+                self._place(room)
+            elif self._live.streams:
+                self._place_as_comfyui()
         need_room(self._weights.missing(patcher), self._device)
         if self._weights.outside:
             patcher.partially_unload_ram(EVERYTHING)  # ComfyUI's own copies, from calls of the normal model
+
+    def _place_as_comfyui(self) -> None:
+        """Let the weights of blocks wait in main memory that ComfyUI itself keeps there."""
+        native = self._weights.native_outside()
+        self._live.move_out({name for names in self._large for name in names if name in native})
 
     def _place(self, room: float) -> None:
         """Keep so many bytes of weights on the GPU; those of other blocks wait in main memory.

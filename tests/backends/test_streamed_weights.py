@@ -118,6 +118,14 @@ def test_results_are_the_same_wherever_the_weights_are(
     assert session.live._compiled[frozenset()].plain == 0
 
 
+def test_blocks_are_opened_to_load_weights_only_where_memory_is_short(session: LiveSession) -> None:
+    session.load(math.inf)
+    assert session.live._compiled == {}, "a thread may still read the file meanwhile"
+    session.unload()
+    session.load(0)
+    assert list(session.live._compiled) == [frozenset()]
+
+
 def test_weights_give_way_bit_by_bit_and_come_back_when_there_is_room(session: LiveSession) -> None:
     expected = results(session)
     assert outside(session) == 0
