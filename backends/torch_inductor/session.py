@@ -74,7 +74,7 @@ class LiveSession:
         self._precision = precision
         self._architecture = network.architecture()
         self._live = LiveNetwork(network, self._architecture, precision)
-        self._places = WeightPlaces(self._live, self._open_blocks)
+        self._places = WeightPlaces(self._live)
         self._module, self._structure = weakref.ref(network.module), structure_of(network.module)
         self._sampled_with = weakref.ref(network.patcher)
         self._specs = {spec.name: spec for spec in self._live.inputs}
@@ -263,7 +263,7 @@ class LiveSession:
 
     def _follow(self) -> None:
         patcher = self._sampled_with()
-        self._places.follow(patcher, self.owns_weights(patcher), thorough=self._new_run)
+        self._places.follow(patcher, self.owns_weights(patcher), self._new_run, self._open_blocks)
 
     def _with_less(self) -> None:
         self._places.leave_more_free()

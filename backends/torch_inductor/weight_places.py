@@ -28,13 +28,7 @@ LEAST_SPARE = 1 << 29
 class WeightPlaces:
     """Decides where the weights of a network are, and has them follow a patcher."""
 
-    def __init__(self, live: LiveNetwork, open_blocks: Callable[[], None]):
-        """
-        Args:
-            open_blocks: opens the compiled blocks, if they are there: with them weights can be streamed. It is called
-                where memory is short, because it takes a while.
-        """
-        self._open_blocks = open_blocks
+    def __init__(self, live: LiveNetwork):
         self._live, self._weights, self._device = live, live.weights, live.device
         self._large = [self._weights.large(block, STREAMED_FROM) for block in live.blocks]
         self._most, self._spare = math.inf, 0
@@ -56,12 +50,14 @@ class WeightPlaces:
         self._place(self._live.bytes - size)
         return True
 
-    def follow(self, patcher: ModelPatcher, owned: bool, thorough: bool) -> None:
+    def follow(self, patcher: ModelPatcher, owned: bool, thorough: bool, open_blocks: Callable[[], None]) -> None:
         """Have the weights take a patcher's values.
 
         Args:
             owned: whether ComfyUI has no weights on the GPU that could be used.
             thorough: see ``LiveWeights.sync_from``.
+            open_blocks: opens the compiled blocks, if they are there: with them weights can be streamed. It is called
+                where memory is short, because it takes a while.
 
         Raises:
             Unavailable: memory is short, or see ``LiveWeights.sync_from``.
@@ -69,7 +65,7 @@ class WeightPlaces:
         if (thorough or not self._weights.complete) and not owned and self._live.streams:
             self._place_as_comfyui()
         if not self._weights.complete and (size := self._weights.missing(patcher)):
-            self._make_room(size, patcher, owned)
+            self._make_room(size, patcher, owned, open_blocks)
         self._live.sync_from(patcher, thorough)
 
     def words(self) -> str:
@@ -81,12 +77,12 @@ class WeightPlaces:
         slow = "" if self._weights.pinned else ", slowly, because ComfyUI does not pin that memory"
         return f"{here}; the rest comes from main memory in each step{slow}"
 
-    def _make_room(self, size: int, patcher: ModelPatcher, owned: bool) -> None:
+    def _make_room(self, size: int, patcher: ModelPatcher, owned: bool, open_blocks: Callable[[], None]) -> None:
         """Free ``size`` bytes for weights; where memory is short, let those of some blocks wait in main memory."""
         make_room(size, self._device)
         room = min(self._most, free_room(self._device) + self._live.bytes) - self._spare
         if size + self._live.bytes > room or self._weights.outside:
-            self._open_blocks()
+            open_blocks()
             if self._live.streams and owned:
                 self._place(room)
             elif self._live.streams:

@@ -12,7 +12,7 @@ from hybrid_trt.comfy_model.main_memory import PAGE, MainMemory
 
 @pytest.fixture
 def pinned(monkeypatch: pytest.MonkeyPatch) -> dict[int, int]:
-    """What ComfyUI has pinned, address -> bytes; this stands for CUDA, which is not here."""
+    """ComfyUI's pinned memory, address -> bytes; this stands for CUDA, which is not here."""
     found: dict[int, int] = {}
 
     def pin(tensor: torch.Tensor) -> bool:
