@@ -140,9 +140,6 @@ class WeightRing:
         self._next: deque[int] = deque()
         self._used: list[int] = []
 
-    def __bool__(self) -> bool:
-        return bool(self._blocks)
-
     @contextlib.contextmanager
     def call(self) -> Iterator[None]:
         """Copy ahead for the blocks of one call of the network; its blocks run inside."""
