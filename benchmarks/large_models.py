@@ -98,6 +98,7 @@ CASES = {
                           48, eight_bit=True),
     "anima_1024": _ANIMA, "anima_1024_lllite": replace(_ANIMA, lllite=True),
     "wan22_480": _VIDEO, "wan22_480_fp8": replace(_VIDEO, eight_bit=True),
+    "wan22_480_49_fp8": replace(_VIDEO, eight_bit=True, length=49),
     "hunyuan15_480": Case("hunyuan", _HUNYUAN15, small.HUNYUAN_VIDEO15, 848, 128, 3584, 64, 768, height=480, length=33),
 }  # fmt: skip
 

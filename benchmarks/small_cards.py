@@ -15,42 +15,55 @@ import shutil
 import statistics
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from threading import Timer
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import first_minutes
+import numpy
 import psutil
 import torch
+from comfy_process import ComfyProcess
 from first_minutes import STEPS, Bench
 from prompts import relative_difference
 from timing import PeakMemory
 
 _HOLD = """
-import sys, torch
-left = float(sys.argv[1])
+import sys, time, torch
+
+def take(left):
+    held = []
+    while (size := torch.cuda.mem_get_info()[0] - int(left * 1e9)) > 1 << 24:
+        held.append(torch.empty(size, dtype=torch.uint8, device="cuda"))
+    return held
+
 torch.empty(1, device="cuda")
-held = []
-while (size := torch.cuda.mem_get_info()[0] - int(left * 1e9)) > 1 << 24:
-    held.append(torch.empty(size, dtype=torch.uint8, device="cuda"))
+held = take(float(sys.argv[1]))
 print("held", flush=True)
-sys.stdin.read()
+for line in sys.stdin:
+    left, seconds = map(float, line.split())
+    more = take(left)
+    time.sleep(seconds)
+    del more
+    torch.cuda.empty_cache()
 """
 RUNS = 3
 
 
 @contextmanager
-def ballast(free_gb: float) -> Iterator[None]:
-    """Inside, a process holds the GPU's memory but for so many GB."""
+def ballast(free_gb: float) -> Iterator[subprocess.Popen[str]]:
+    """Inside, a process holds the GPU's memory but for so many GB. A line of its input has it take more for a time."""
     process = subprocess.Popen([sys.executable, "-c", _HOLD, str(free_gb)], stdin=subprocess.PIPE,
                                stdout=subprocess.PIPE, text=True)  # fmt: skip
     try:
         if process.stdout.readline().strip() != "held":
             raise RuntimeError("the GPU's memory could not be taken")
-        yield
+        yield process
     finally:
         process.stdin.close()
         process.wait(60)
@@ -71,10 +84,23 @@ def link_gb_s() -> float:
     return round((1 << 30) / 1e6 / statistics.median(times), 1)
 
 
-def run(bench: Bench, way: str, free_gb: float) -> dict[str, Any]:
-    """The prompts of one way in one server: the first, warm ones, another size, a LoRA, and without it again."""
-    import numpy
+def taken(bench: Bench, way: str, comfy: ComfyProcess, other: subprocess.Popen[str], seconds: float) -> dict[str, Any]:
+    """Prompts during which ``other`` takes memory for half a second; returns how far they are from one without that."""
+    count, latents, errors = bench.options.taken, [], []
+    for number in range(count + 1):
+        if number:
+            line = "0.3 0.5\n"
+            Timer(number / count * seconds, lambda line=line: (other.stdin.write(line), other.stdin.flush())).start()
+        ended = comfy.queue(bench.prompt(comfy, way, 50, bench.size, bench.case.tokens, 0.0), timeout=600)
+        errors += [] if ended.ok else [str(ended.error)[:200]]
+        latents += [numpy.load(ended.output("save", "latent")[0])] if ended.ok else []
+        time.sleep(0.6)
+    found = [round(relative_difference(one, latents[0]), 5) for one in latents]
+    return {"taken_errors": errors, "taken_rel_err": found}
 
+
+def run(bench: Bench, way: str, free_gb: float, other: subprocess.Popen[str] | None) -> dict[str, Any]:
+    """The prompts of one way in one server: the first, warm ones, another size, a LoRA, and without it again."""
     row: dict[str, Any] = {"case": bench.name, "way": way, "free_gb": free_gb}
     plan = [("first", 1, bench.size, 0.0, 1), ("warm", 10, bench.size, 0.0, RUNS),
             ("size_first", 20, bench.other, 0.0, 1), ("size_warm", 21, bench.other, 0.0, RUNS),
@@ -83,6 +109,9 @@ def run(bench: Bench, way: str, free_gb: float) -> dict[str, Any]:
     memory = contextlib.nullcontext() if bench.options.tiny else PeakMemory()
     with bench._server(f"{way}_{free_gb:g}") as comfy, memory:
         for label, seed, size, lora, count in plan:
+            if label == "last" and other:
+                row["peak_mb"] = memory.peak
+                row |= taken(bench, way, comfy, other, row["warm"])
             ended = [bench._queue(comfy, way, seed + i, size, bench.case.tokens, lora) for i in range(count)]
             row[label] = round(statistics.median(one.seconds for one in ended), 3)
             value = numpy.load(ended[-1].output("save", "latent")[0])
@@ -96,8 +125,6 @@ def run(bench: Bench, way: str, free_gb: float) -> dict[str, Any]:
                 row["said"] = list(filter(None, (one.get("remark") for one in report["rows"]))) or row.get("said", [])
         row["main_memory_gb"] = round(psutil.Process(comfy.pid).memory_info().rss / 1e9, 2)
     row["step"] = round(row["warm"] / STEPS[bench.case.network], 4)
-    if not bench.options.tiny:
-        row["peak_mb"] = memory.peak
     return row
 
 
@@ -109,6 +136,7 @@ def main() -> None:
     parser.add_argument("--cases", nargs="+", default=["zimage_1024"], help="of large_models.py")
     parser.add_argument("--free", nargs="+", type=float, default=[8, 12], help="GB")
     parser.add_argument("--ways", nargs="+", default=["stock", "build first"])
+    parser.add_argument("--taken", type=int, default=10, help="prompts during which another process takes memory")
     parser.add_argument("--tiny", action="store_true")
     options = parser.parse_args()
     arguments = first_minutes.prepare(options)
@@ -118,9 +146,9 @@ def main() -> None:
         bench = Bench(name, options)
         shutil.rmtree(options.base / "models" / "trt_engines", ignore_errors=True)
         for free in options.free:
-            with contextlib.nullcontext() if options.tiny else ballast(free):
+            with contextlib.nullcontext() if options.tiny else ballast(free) as other:
                 for way in options.ways:
-                    rows.append(run(bench, way, free))
+                    rows.append(run(bench, way, free, other))
                     print({key: value for key, value in rows[-1].items() if not key.endswith("_ran")}, flush=True)
                     options.out.write_text(json.dumps({"meta": meta, "rows": rows}, indent=1) + "\n")
         bench.remove()
