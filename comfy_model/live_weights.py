@@ -146,11 +146,11 @@ class LiveWeights:
                 size += parameter.nbytes
         return size
 
-    def large(self, part: torch.nn.Module, least: int) -> list[str]:
-        """Return the names of a part's parameters of at least so many bytes."""
+    def large(self, part: torch.nn.Module, least: int) -> dict[str, int]:
+        """Return the names and bytes of a part's parameters of at least so many bytes."""
         layers = set(part.modules())
-        return [name for name, (owner, leaf) in self._places.items()
-                if owner in layers and owner._parameters[leaf].nbytes >= least]  # fmt: skip
+        found = {name: owner._parameters[leaf] for name, (owner, leaf) in self._places.items() if owner in layers}
+        return {name: weight.nbytes for name, weight in found.items() if weight.nbytes >= least}
 
     def size_of(self, names: Collection[str]) -> int:
         """Return the bytes of some parameters."""
@@ -160,11 +160,6 @@ class LiveWeights:
     def outside(self) -> frozenset[str]:
         """The names of the parameters in main memory."""
         return self._outside
-
-    @property
-    def pinned(self) -> bool:
-        """Tell whether the memory of all owned weights in main memory is pinned."""
-        return self._main_memory.pinned
 
     def outside_parameters(self) -> set[int]:
         """Return the ids of the parameters in main memory."""

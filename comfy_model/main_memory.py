@@ -24,11 +24,6 @@ class MainMemory:
         self._tensors: dict[str, tuple[torch.Tensor, bool]] = {}
         weakref.finalize(self, _free, self._tensors).atexit = False
 
-    @property
-    def pinned(self) -> bool:
-        """Tell whether all of them are pinned."""
-        return all(pinned for _, pinned in self._tensors.values())
-
     def new(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """Return memory for a tensor, in place of an earlier one of this name."""
         from comfy import model_management

@@ -57,12 +57,14 @@ class EngineModule(NotCopied, torch.nn.Module):
     Attributes:
         session: the engine that serves now, or None.
         expected: True if the planned run will call it.
+        planning: True while ComfyUI frees memory for a run that it takes part in.
     """
 
     def __init__(self, owner: Owner | None = None) -> None:
         super().__init__()
         self.session: Session | None = None
         self.expected = True
+        self.planning = False
         self.device = torch.device("cpu")
         self._owner = None if owner is None else weakref.ref(owner)
 
@@ -111,6 +113,7 @@ class EnginePatcher(NotCopied, ModelPatcher):
     def model_patches_models(self) -> list[ModelPatcher]:
         """Look the engine up: ComfyUI calls this at the start of its planning, before it asks for sizes."""
         owner = self.model.owner
+        self.model.planning = owner is not None
         return [] if owner is None else owner.models_beside(self.native)
 
     def deepclone_multigpu(self, new_load_device: torch.device | None = None, **_: Any) -> EnginePatcher:
@@ -132,6 +135,7 @@ class EnginePatcher(NotCopied, ModelPatcher):
     def load(self, device_to: torch.device | None = None, *_: Any, most: float = math.inf, **__: Any) -> None:
         """Open the engine and mark it as on the device; an engine that cannot be opened has no size."""
         owner = self.model.owner
+        self.model.planning = False
         if owner is not None and self.model.expected:
             owner.open(most)
         self.model.device = device_to or self.load_device
@@ -149,7 +153,7 @@ class EnginePatcher(NotCopied, ModelPatcher):
         session = self.model.session
         if session is None or not session.loaded:
             return 0
-        freed = session.give_back(memory_to_free)
+        freed = session.give_back(memory_to_free, self.model.planning)
         if not session.loaded:
             self._release()
         self.model.model_loaded_weight_memory = self.loaded_size()

@@ -193,6 +193,8 @@ class NativeWeights(NotCopied):
                 return executor(model, noise_shape, conds, **rest)
             self._gave_back = loaded
         self._memory = _memory_for(model, noise_shape, conds)
+        if model.is_dynamic():
+            _give_up_pages(model, self._memory[1])
         self._stand_in = OffloadedPatcher(model)
         if not model.is_dynamic() and model.loaded_size() > 0:
             self._stand_in.partially_load(model.load_device)  # now: ComfyUI loads engines before the model itself
@@ -237,6 +239,17 @@ def _may_wait(model: ModelPatcher, conds: dict[str, list], model_options: Mappin
 def has_memory_of_its_own(device: torch.device) -> bool:
     """Tell whether a device has memory apart from main memory."""
     return not model_management.is_device_cpu(device)
+
+
+def _give_up_pages(model: ModelPatcher, least: float) -> None:
+    """Free the pages that native calls have left on the device, if memory is short: ComfyUI's plan counts them as used.
+
+    Args:
+        least: bytes that ComfyUI keeps free for activations.
+    """
+    pages = model.loaded_size() - model.model.model_loaded_weight_memory
+    if pages > 0 and model_management.get_free_memory(model.load_device) < least + model.model_size():
+        model.partially_unload(model.offload_device, pages)
 
 
 def _memory_for(model: ModelPatcher, noise_shape: Any, conds: dict[str, list]) -> tuple[float, float]:

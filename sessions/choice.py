@@ -110,8 +110,8 @@ class SessionChoice:
         for session in self.sessions:
             session.unload()
 
-    def give_back(self, size: int) -> int:
-        return sum(session.give_back(size) for session in self.sessions if session.loaded)
+    def give_back(self, size: int, planning: bool = False) -> int:
+        return sum(session.give_back(size, planning) for session in self.sessions if session.loaded)
 
     def serves(self, sizes: Mapping[str, int]) -> Fallback | None:
         refusals = [self._broken.get(session) or session.serves(sizes) for session in self.sessions]

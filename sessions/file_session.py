@@ -193,7 +193,7 @@ class FileSession:
         seconds = time.perf_counter() - started
         log.info("Hybrid TRT: opened %s on %s in %.1f s", self.engine.folder.name, self.device, seconds)
 
-    def give_back(self, size: int) -> int:
+    def give_back(self, size: int, planning: bool = False) -> int:
         """Close the engine, and return its bytes."""
         freed = self.bytes
         self.unload()

@@ -116,6 +116,13 @@ def free_room(device: torch.device) -> float:
     return free_memory(device) - model_management.minimum_inference_memory()
 
 
+def room_to_compute(device: torch.device) -> float:
+    """Return the bytes of a GPU that ComfyUI leaves free for activations in any case."""
+    if model_management.is_device_cpu(device):
+        return 0
+    return model_management.minimum_inference_memory() - model_management.extra_reserved_memory()
+
+
 def close_engines(device: torch.device) -> None:
     """Close every engine on a device, also engines in use: native serves the rest of the run."""
     if device.type == "cuda":

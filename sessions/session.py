@@ -136,8 +136,12 @@ class Session(Protocol):
         """Give the memory back; the next call takes it again."""
         ...
 
-    def give_back(self, size: int) -> int:
-        """Give back at least so many bytes where weights can be streamed, else all; return the bytes."""
+    def give_back(self, size: int, planning: bool = False) -> int:
+        """Give back at least so many bytes where weights can be streamed, else all; return the bytes.
+
+        Args:
+            planning: whether ComfyUI makes room for a run of this session.
+        """
         ...
 
     def owns_weights(self, patcher: ModelPatcher) -> bool:

@@ -1,4 +1,4 @@
-"""Weights of blocks that wait in main memory: a few buffers on the GPU take turns, and a block finds its own there.
+"""Weights of blocks that wait in main memory: two buffers on the GPU take turns, and a block finds its own there.
 
 A second stream copies the weights of later blocks while a block computes. Events order copies and uses. A CUDA graph
 that is captured meanwhile has both, so its replays copy too.
@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
-BUFFERS = 3
-"""Buffers that take turns: one is read while the next is full and another is being filled."""
+BUFFERS = 2
+"""Buffers that take turns: one is read while the next is being filled."""
+
+GOLDEN = 0.618034
+"""Multiples of it, modulo 1, are spread evenly: of blocks that are alike some have a weight more in main memory."""
 
 ALIGNMENT = 256
 """Bytes to which each tensor in a buffer is aligned."""
@@ -113,6 +116,7 @@ class WeightRing:
 
     Attributes:
         bytes: memory of the buffers.
+        pinned: False if a copy needs the host because its source is not pinned; no CUDA graph can have it then.
     """
 
     def __init__(self, blocks: Sequence[Weights], outside: Sequence[Sequence[bool]], device: torch.device,
@@ -122,11 +126,15 @@ class WeightRing:
             blocks: the weights of each block, in the order of their first use.
             outside: which of these are in main memory.
         """
-        self._blocks = {
-            number: (weights, marks)
-            for number, (weights, marks) in enumerate(zip(blocks, outside, strict=True)) if any(marks)
-        }  # fmt: skip
+        self._blocks: dict[int, tuple[Weights, Sequence[bool]]] = {}
+        for number, (weights, marks) in enumerate(zip(blocks, outside, strict=True)):
+            if any(marks):
+                found = [_at_start(weight) if mark else weight for weight, mark in zip(weights, marks, strict=True)]
+                self._blocks[number] = found, marks
         asynchronous = device.type == "cuda" and self._blocks
+        self.pinned = not asynchronous or all(
+            weight.is_pinned() for weights, marks in self._blocks.values()
+            for weight, mark in zip(weights, marks, strict=True) if mark)  # fmt: skip
         self._streams = streams or (CudaStreams(device) if asynchronous else NoStreams())
         size = max((_bytes(*block) for block in self._blocks.values()), default=0)
         with torch.inference_mode(False):  # threads outside of it write here too
@@ -220,6 +228,14 @@ class WeightRing:
         return self._places[key]
 
 
+def _at_start(weight: torch.Tensor) -> torch.Tensor:
+    """Return a tensor whose storage begins with it: torch looks only there to see if memory is pinned."""
+    if weight.data_ptr() == weight.untyped_storage().data_ptr() or not weight.is_contiguous():
+        return weight
+    memory = torch.from_numpy(weight.detach().view(-1).view(torch.uint8).numpy())
+    return memory.view(weight.dtype).view(weight.shape)
+
+
 def _aligned(size: int) -> int:
     return -(-size // ALIGNMENT) * ALIGNMENT
 
@@ -228,22 +244,31 @@ def _bytes(weights: Weights, outside: Sequence[bool]) -> int:
     return sum(_aligned(weight.nbytes) for weight, mark in zip(weights, outside, strict=True) if mark)
 
 
-def left_out(sizes: Sequence[int], room: float, outside: Collection[int] = ()) -> list[int]:
-    """Choose blocks for main memory, spread evenly, so that the others and the ring's buffers fit.
+def left_out(blocks: Sequence[Mapping[str, int]], room: float, outside: Collection[str] = ()) -> set[str]:
+    """Choose weights for main memory, the same part of each block, so that the others and the ring's buffers fit.
 
     Args:
-        sizes: bytes of each block, in order.
-        room: bytes for blocks and buffers.
-        outside: blocks that are chosen in any case.
+        blocks: names and bytes of each block's weights.
+        room: bytes for weights and buffers.
+        outside: names that are chosen in any case.
 
     Returns:
-        Their numbers in order; all where nothing else fits.
+        Their names; all where nothing else fits.
     """
-    others = [number for number in range(len(sizes)) if number not in outside]
-    for count in range(len(others) + 1):
-        added = [others[(2 * turn + 1) * len(others) // (2 * count)] for turn in range(count)]
-        chosen = sorted((*outside, *added))
-        kept = sum(sizes) - sum(sizes[number] for number in chosen)
-        if kept + BUFFERS * max((sizes[number] for number in chosen), default=0) <= room:
-            return chosen
-    return list(range(len(sizes)))
+    chosen, out = set(outside), [0] * len(blocks)
+    kept, others = 0, []
+    for number, block in enumerate(blocks):
+        before, whole = 0, sum(block.values())
+        for name, size in sorted(block.items(), key=lambda item: -item[1]):
+            before += size
+            if name in chosen:
+                out[number] += size
+            else:
+                kept += size
+                others.append((before / whole, number * GOLDEN % 1, number, name, size))
+    for *_, number, name, size in sorted(others):
+        if kept + BUFFERS * max(out) <= room:
+            break
+        chosen.add(name)
+        kept, out[number] = kept - size, out[number] + size
+    return chosen

@@ -67,6 +67,8 @@ class LiveNetwork:
     def sync_from(self, patcher: ModelPatcher, thorough: bool = True) -> None:
         """Take a patcher's weights; see ``LiveWeights.sync_from``."""
         self.weights.sync_from(patcher, thorough)
+        if self.weights.outside:
+            self._find_weights()
 
     def release(self) -> None:
         """Give the weights' memory back; the next ``sync_from`` starts anew."""
@@ -91,6 +93,11 @@ class LiveNetwork:
         """Tell whether weights of blocks may wait in main memory: each block then runs by itself."""
         opened = any(isinstance(one, InBlocks) for one in self._compiled.values())
         return opened and works(Feature.STREAMED)
+
+    @property
+    def pinned(self) -> bool:
+        """Tell whether all weights that are streamed are pinned: only then can a CUDA graph copy them."""
+        return self._ring is None or self._ring.pinned
 
     def _find_weights(self) -> None:
         """Find the weights anew where a tensor has moved, in the order that compiled files take them in."""

@@ -21,7 +21,7 @@ from ...comfy_model.torch_kernels import laid_out, strides_laid_out
 from ...engine_library import Engine, Fallback, Reason, Unavailable
 from ...sessions.cuda_capture import Capture
 from ...sessions.cuda_graphs import GraphCache
-from ...sessions.gpu_memory import is_out_of_memory, tried_again
+from ...sessions.gpu_memory import is_out_of_memory, room_to_compute, tried_again
 from ...sessions.made_inputs import Zeros
 from ...sessions.session import first_line, refusal_of, refuse, shared
 from . import opened_files
@@ -222,16 +222,24 @@ class LiveSession:
         """
         patcher = self._sampled_with()  # a guider's second model is loaded unplanned: here may be one that is gone
         if patcher is not None and self.owns_weights(patcher):
-            self._places.limit(most)
+            self._places.limit(most + self._unused_room())
             self._with_memory(self._follow)
 
-    def give_back(self, size: int) -> int:
+    def give_back(self, size: int, planning: bool = False) -> int:
+        if planning:
+            size -= self._unused_room()
+        if size <= 0:
+            return 0
         before = self.bytes
         self.graphs.clear()
         if not self._places.give_back(size):
             self.unload()
             return before
         return before - self.bytes
+
+    def _unused_room(self) -> float:
+        """Return the bytes that ComfyUI keeps free to compute in; weights may take them where graphs have their own."""
+        return room_to_compute(self.device) if len(self.graphs) and self.remark else 0
 
     def unload(self) -> None:
         """Give the memory back; the next call starts anew."""

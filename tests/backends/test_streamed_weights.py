@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import token_networks
 import torch
+from comfy import model_management
 from comfy.model_management import LoadedModel
 from compiling import COMPILES
 from fake_recorder import Recorder
@@ -17,8 +18,10 @@ from flux_networks import network as flux_network
 from hybrid_trt.architectures.calls import RequestedCalls, calls_to_compile
 from hybrid_trt.architectures.shapes import Profile, RequestedSizes, sample_inputs
 from hybrid_trt.backends import backends
+from hybrid_trt.backends.torch_inductor import session as live_session
 from hybrid_trt.backends.torch_inductor import weight_places
 from hybrid_trt.backends.torch_inductor.kinds import Kind
+from hybrid_trt.backends.torch_inductor.network import LiveNetwork
 from hybrid_trt.backends.torch_inductor.session import LiveSession
 from hybrid_trt.comfy_model.network import NativeNetwork
 from hybrid_trt.engine_builder.build import build_engine
@@ -69,6 +72,7 @@ def session(network: NativeNetwork, engine: Engine, monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv(trust.FOLDER_VARIABLE, str(engine.folder.parents[1] / "keys"))
     monkeypatch.setattr(weight_places, "STREAMED_FROM", 0)
     monkeypatch.setattr(session_module, "_refused", {})
+    monkeypatch.setattr(model_management, "MAX_PINNED_MEMORY", 1 << 34)  # in tests ComfyUI itself is on the CPU
     monkeypatch.setattr(LiveSession, "owns_weights", lambda *_: True)
     return opened(network, engine)
 
@@ -85,7 +89,9 @@ def results(session: LiveSession) -> list[torch.Tensor]:
     drawn = [sample_inputs(session.live.inputs, sizes, seed=1) for sizes in SIZES]
     inputs = [{name: tensor.to(session.device) for name, tensor in given.items()} for given in drawn]
     with torch.inference_mode():
-        return [session.run(given)["out"] for _ in range(3) for given in inputs]
+        found = [session.run(given)["out"] for _ in range(3) for given in inputs]
+    assert (len(session.graphs), session.graphs.failure) == (len(SIZES), None)
+    return found
 
 
 def near(found: list[torch.Tensor], wanted: list[torch.Tensor]) -> bool:
@@ -136,11 +142,52 @@ def test_weights_give_way_bit_by_bit_and_come_back_when_there_is_room(session: L
         assert (session.bytes < before, outside(session) > part) == (True, True)
         assert equal(results(session), expected)
     part = outside(session)
-    session.load(1.05 * session.bytes)
+    held = session.live.bytes
+    session.load(1.15 * held)
+    assert outside(session) == part, "nothing comes back at once, to be given away again"
+    session.load(1.005 * held)
     assert outside(session) == part, "no graph is lost for a few weights"
+    session.load(1.15 * held)
+    assert 0 < outside(session) < 0.9 * part
     session.load(math.inf)
     assert outside(session) == 0
     assert equal(results(session), expected)
+
+
+def test_a_run_on_graphs_computes_in_their_memory_and_gives_none_of_its_weights_for_that(
+    session: LiveSession, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    room = session.live.weights.most_bytes / 4
+    monkeypatch.setattr(live_session, "room_to_compute", lambda _: room)
+    session.load(0.5 * session.live.weights.most_bytes)
+    part = outside(session)
+    assert session.give_back(int(room / 2), planning=True) > 0, "there are no graphs yet"
+    expected = results(session)
+    assert session.give_back(int(room), planning=True) == 0
+    assert equal(results(session), expected)
+    before = session.bytes
+    session.load(0.5 * session.live.weights.most_bytes)
+    session.load(0.5 * session.live.weights.most_bytes)
+    assert session.bytes > before
+    assert outside(session) < part
+    assert equal(results(session), expected)
+    assert session.give_back(int(room / 2)) >= room / 2, "another model gets it"
+
+
+def test_memory_that_is_not_pinned_is_not_streamed_from(
+    session: LiveSession, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = results(session)
+    monkeypatch.setattr(LiveNetwork, "pinned", property(lambda self: not self.weights.outside))
+    session.give_back(session.bytes // 4)
+    with pytest.raises(Unavailable, match="does not pin main memory"):
+        results(session)
+    assert (session.bytes, outside(session), session.loaded) == (session.live.weights.most_bytes, 0, False)
+    session.load(math.inf)
+    assert equal(results(session), expected)
+    assert session.give_back(1) >= session.live.weights.most_bytes, "all or nothing from now on"
+    with pytest.raises(Unavailable, match="does not pin main memory"):
+        session.load(0)
 
 
 @pytest.mark.parametrize("part", [0.5, 1.0], ids=["half", "all"])

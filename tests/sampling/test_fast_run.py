@@ -24,7 +24,7 @@ from hybrid_trt.backends.torch_inductor.session import LiveSession
 from hybrid_trt.comfy_model.comfyui_internals import Feature, switched_off
 from hybrid_trt.comfy_model.live_weights import LiveWeights
 from hybrid_trt.engine_library import Library, Reason, Unavailable
-from hybrid_trt.sampling import call_stats, control_stack, run_inputs
+from hybrid_trt.sampling import call_stats, control_stack, native_weights, run_inputs
 from hybrid_trt.sampling.engine_handle import EngineHandle
 from memory_fixtures import CONTROLNET, device, file, files, library, nothing_loaded, on_engine
 from newer_comfyui import NAMES, emulate
@@ -233,6 +233,19 @@ def test_the_double_is_comfyuis_dynamic_loading_and_samples_as_the_other(file: P
         assert torch.equal(sample(loader), sample(load(file)))
     assert loader.times_staged == 2, "ComfyUI stages for each run"
     assert loader.backup, "small weights are forced over"
+
+
+@pytest.mark.parametrize(("free", "given_up"), [(1000, []), (999, [300]), (0, [300])])
+def test_pages_of_native_calls_are_given_up_only_where_memory_is_short(
+    loader: DynamicOnCPU, monkeypatch: pytest.MonkeyPatch, free: int, given_up: list[int]
+) -> None:
+    freed: list[int] = []
+    small = loader.model.model_loaded_weight_memory
+    monkeypatch.setattr(loader, "loaded_size", lambda: small + 300)
+    monkeypatch.setattr(loader, "partially_unload", lambda _device, size: freed.append(size))
+    monkeypatch.setattr(native_weights.model_management, "get_free_memory", lambda _: loader.model_size() + free)
+    native_weights._give_up_pages(loader, 1000)
+    assert freed == given_up
 
 
 def test_weights_are_staged_once_for_many_runs_on_an_engine(staged: Patched, loader: DynamicOnCPU, file: Path) -> None:

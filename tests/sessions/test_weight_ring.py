@@ -160,20 +160,54 @@ def test_weights_on_the_gpu_are_lent_as_they_are_and_nothing_is_allocated() -> N
         assert weights is own[3]
 
 
-@pytest.mark.parametrize(("room", "left"), [
-    (100, []), (99, [1, 3, 6, 8]), (79, [0, 2, 4, 5, 7, 9]), (30, list(range(10))), (0, list(range(10)))])  # fmt: skip
-def test_what_does_not_fit_is_spread_evenly(room: int, left: list[int]) -> None:
-    assert left_out([10] * 10, room) == left
+def large_and_small() -> list[dict[str, int]]:
+    """Weights of 19 large and 38 small blocks."""
+    sizes = {"a": 16, "b": 12, "c": 6}
+    large = [{f"large.{number}.{leaf}": size for leaf, size in sizes.items()} for number in range(19)]
+    return large + [{f"small.{number}.{leaf}": 7 for leaf in "ab"} for number in range(38)]
 
 
-def test_blocks_that_are_out_stay_out_and_others_join_them_evenly() -> None:
-    assert left_out([10] * 10, 80, [1, 3, 6, 8]) == [1, 3, 5, 6, 8]
-    assert left_out([10] * 10, 100, [4]) == [2, 4, 7]
+def sizes_of(blocks: list[dict[str, int]], names: set[str]) -> list[int]:
+    return [sum(size for name, size in block.items() if name in names) for block in blocks]
+
+
+def test_each_block_has_the_same_part_of_its_weights_in_main_memory() -> None:
+    blocks = large_and_small()
+    whole = sum(sizes_of(blocks, {name for block in blocks for name in block}))
+    assert left_out(blocks, whole) == set()
+    for room in range(whole // 3, whole - 40, 7):
+        out = sizes_of(blocks, left_out(blocks, room))
+        parts = {size / 34 for size in out[:19]}, {size / 14 for size in out[19:]}
+        assert max(*parts[0], *parts[1]) - min(*parts[0], *parts[1]) <= 0.5
+        assert sum(out[:10]) < 1.5 * sum(out[9:19]) + 16, "nor have the first blocks more than the last"
 
 
 def test_what_stays_and_the_buffers_fit_wherever_that_can_be() -> None:
-    sizes = [34] * 19 + [14] * 38
-    for room in range(3 * 34 + 1, sum(sizes), 7):
-        chosen = left_out(sizes, room)
-        kept = sum(sizes) - sum(sizes[number] for number in chosen)
-        assert kept + BUFFERS * max(sizes[number] for number in chosen) <= room
+    blocks = large_and_small()
+    whole = sum(sizes_of(blocks, {name for block in blocks for name in block}))
+    for room in range(BUFFERS * 34 + 1, whole, 7):
+        out = sizes_of(blocks, left_out(blocks, room))
+        assert whole - sum(out) + BUFFERS * max(out) <= room
+        assert whole - sum(out) + BUFFERS * max(out) > room - 60, "no more than needed"
+    assert sum(sizes_of(blocks, left_out(blocks, 0))) == whole
+
+
+def test_weights_that_are_out_stay_out_and_others_join_them() -> None:
+    blocks = large_and_small()
+    few, many = left_out(blocks, 1100), left_out(blocks, 700)
+    assert left_out(blocks, 1100, few) == few
+    assert left_out(blocks, 700, few) == many > few
+    assert left_out(blocks, 1100, many) == many
+    assert left_out(blocks, 1185, {"small.3.a"}) == {"small.3.a"}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn])
+def test_what_is_copied_begins_its_storage_where_torch_asks_if_memory_is_pinned(dtype: torch.dtype) -> None:
+    memory = torch.zeros(64, dtype=torch.uint8)
+    weight = torch.nn.Parameter(memory[16:48].view(dtype).view(2, -1), requires_grad=False)
+    ring = WeightRing([[weight]], [[True]], CPU)
+    (source,) = ring._blocks[0][0]
+    assert source.data_ptr() == source.untyped_storage().data_ptr() == weight.data_ptr()
+    memory[16:48] = torch.arange(32, dtype=torch.uint8)
+    with ring.call(), ring.weights(0, [weight]) as (lent,):
+        assert torch.equal(lent.view(torch.uint8).flatten(), torch.arange(32, dtype=torch.uint8))
