@@ -174,6 +174,22 @@ def test_a_run_on_graphs_computes_in_their_memory_and_gives_none_of_its_weights_
     assert session.give_back(int(room / 2)) >= room / 2, "another model gets it"
 
 
+def test_comfyui_makes_room_for_the_buffers_where_it_keeps_weights_in_main_memory_itself(
+    session: LiveSession, network: NativeNetwork, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected, asked = results(session), []
+    large = {name for block in session.live.blocks for name in session.live.weights.large(block, 0)}
+    monkeypatch.setattr(LiveSession, "owns_weights", lambda *_: False)
+    monkeypatch.setattr(session.live.weights, "native_outside", lambda: large)
+    monkeypatch.setattr(network.patcher, "partially_unload", lambda _device, size: asked.append(size))
+    for _ in range(2):
+        session.begin_run(network.patcher)
+        assert equal(results(session), expected)
+    assert outside(session) > 0.5
+    assert len(asked) == 1
+    assert 0.9 < asked[0] / session.live._ring.bytes <= 1
+
+
 def test_memory_that_is_not_pinned_is_not_streamed_from(
     session: LiveSession, monkeypatch: pytest.MonkeyPatch
 ) -> None:
