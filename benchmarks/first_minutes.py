@@ -38,7 +38,7 @@ from safetensors.torch import save_file
 WAYS = ("stock", "compile", "default", "build first")
 RUNS = 3
 STEPS = {"zimage": 8, "flux": 20, "qwen_image": 8, "wan": 4}
-OTHER = {1024: (832, 1216), 1328: (1104, 1472), 832: (480, 832)}
+OTHER = {512: (448, 640), 1024: (832, 1216), 1328: (1104, 1472), 832: (480, 832)}
 """Width of a case's picture -> another size."""
 BUILD_SECONDS = 300
 

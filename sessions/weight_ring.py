@@ -18,7 +18,7 @@ BUFFERS = 2
 """Buffers that take turns: one is read while the next is being filled."""
 
 GOLDEN = 0.618034
-"""Multiples of it, modulo 1, are spread evenly: of blocks that are alike some have a weight more in main memory."""
+"""The golden ratio. Its multiples, modulo 1, are spread evenly: they give blocks that are alike an order."""
 
 ALIGNMENT = 256
 """Bytes to which each tensor in a buffer is aligned."""
