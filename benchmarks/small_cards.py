@@ -84,14 +84,25 @@ def link_gb_s() -> float:
     return round((1 << 30) / 1e6 / statistics.median(times), 1)
 
 
+def private_bytes(process: int) -> int:
+    """Main memory that a process has for itself: without pages of files, which the system may drop."""
+    memory = psutil.Process(process).memory_info()
+    return memory.rss - memory.shared
+
+
 def taken(bench: Bench, way: str, comfy: ComfyProcess, other: subprocess.Popen[str], seconds: float) -> dict[str, Any]:
-    """Prompts during which ``other`` takes memory for half a second; returns how far they are from one without that."""
+    """Prompts during which ``other`` takes memory for half a second; returns how far they are from one without that.
+
+    They are the same prompt, bar a part of ``denoise`` that ComfyUI ignores: it would not run one twice.
+    """
     count, latents, errors = bench.options.taken, [], []
     for number in range(count + 1):
         if number:
             line = "0.3 0.5\n"
-            Timer(number / count * seconds, lambda line=line: (other.stdin.write(line), other.stdin.flush())).start()
-        ended = comfy.queue(bench.prompt(comfy, way, 50, bench.size, bench.case.tokens, 0.0), timeout=600)
+            Timer((number - 0.5) / count * seconds, lambda line=line: (other.stdin.write(line), other.stdin.flush())).start()
+        prompt = bench.prompt(comfy, way, 50, bench.size, bench.case.tokens, 0.0)
+        prompt["sampler"]["inputs"]["denoise"] = 1 - 1e-6 * number
+        ended = comfy.queue(prompt, timeout=600)
         errors += [] if ended.ok else [str(ended.error)[:200]]
         latents += [numpy.load(ended.output("save", "latent")[0])] if ended.ok else []
         time.sleep(0.6)
@@ -123,7 +134,7 @@ def run(bench: Bench, way: str, free_gb: float, other: subprocess.Popen[str] | N
                 report = ended[-1].output("report", "report")[0]
                 row[f"{label}_ran"] = [(one["backend"], one["engine"], one["native"]) for one in report["rows"]]
                 row["said"] = list(filter(None, (one.get("remark") for one in report["rows"]))) or row.get("said", [])
-        row["main_memory_gb"] = round(psutil.Process(comfy.pid).memory_info().rss / 1e9, 2)
+        row["private_memory_gb"] = round(private_bytes(comfy.pid) / 1e9, 2)
     row["step"] = round(row["warm"] / STEPS[bench.case.network], 4)
     return row
 

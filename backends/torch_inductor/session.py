@@ -222,7 +222,7 @@ class LiveSession:
         """
         patcher = self._sampled_with()  # a guider's second model is loaded unplanned: here may be one that is gone
         if patcher is not None and self.owns_weights(patcher):
-            self._places.limit(most + self._unused_room())
+            self._places.limit(most, self._unused_room())
             self._with_memory(self._follow)
 
     def give_back(self, size: int, planning: bool = False) -> int:

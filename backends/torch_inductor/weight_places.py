@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from ...comfy_model.main_memory import available_bytes
 from ...engine_library import Unavailable
-from ...sessions.gpu_memory import EVERYTHING, free_room, make_room, need_room, no_room
+from ...sessions.gpu_memory import EVERYTHING, free_room, lacks_room, make_room, need_room, no_room
 from ...sessions.weight_ring import BUFFERS, left_out
 
 if TYPE_CHECKING:
@@ -34,17 +34,23 @@ class WeightPlaces:
         self._live, self._weights, self._device = live, live.weights, live.device
         self._large = [self._weights.large(block, STREAMED_FROM) for block in live.blocks]
         self._most, self._spare, self._calm, self._pins = math.inf, 0, False, True
+        self._unused = 0.0
 
-    def limit(self, most: float) -> None:
-        """Let weights take at most so many bytes of the GPU, where some can be streamed."""
-        self._most = most
+    def limit(self, most: float, unused: float = 0) -> None:
+        """Let weights take at most so many bytes of the GPU, where some can be streamed.
+
+        Args:
+            unused: bytes more, of the room that ComfyUI leaves to compute in.
+        """
+        most += unused
+        self._most, self._unused = most, unused
         if self._live.streams and self._weights.loaded:
             self._place(most - self._spare, WORTH_IT_CALM if self._calm else WORTH_IT)
         self._calm = True
 
     def leave_more_free(self) -> None:
         """Leave more memory free from now on: it was short in a call."""
-        self._spare, self._calm = 2 * self._spare or LEAST_SPARE, False
+        self._spare, self._calm, self._unused = 2 * self._spare or LEAST_SPARE, False, 0
 
     def give_back(self, size: int) -> bool:
         """Let go of weights of so many bytes, which will be streamed; False where that cannot be."""
@@ -88,7 +94,7 @@ class WeightPlaces:
     def _make_room(self, size: int, patcher: ModelPatcher, owned: bool, open_blocks: Callable[[], None]) -> None:
         """Free ``size`` bytes for weights; where memory is short, let some of the blocks' wait in main memory."""
         make_room(size, self._device)
-        room = min(self._most, free_room(self._device) + self._live.bytes) - self._spare
+        room = min(self._most, free_room(self._device) + self._unused + self._live.bytes) - self._spare
         if size + self._live.bytes > room or self._weights.outside:
             open_blocks()
             if self._live.streams and owned:
@@ -104,8 +110,10 @@ class WeightPlaces:
         outside = self._kept_by_comfyui()
         if self._pins and outside and outside != self._weights.outside:
             blocks = [sum(size for name, size in block.items() if name in outside) for block in self._large]
-            patcher.partially_unload(patcher.offload_device, BUFFERS * max(blocks))
-            outside = self._kept_by_comfyui()
+            more = BUFFERS * max(blocks) - (self._live.bytes - self._weights.bytes) + self._spare
+            if more > 0 and lacks_room(more, self._device):
+                patcher.partially_unload(patcher.offload_device, more)
+                outside = self._kept_by_comfyui()
         self._move_out(outside)
 
     def _kept_by_comfyui(self) -> set[str]:
