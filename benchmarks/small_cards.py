@@ -98,8 +98,7 @@ def taken(bench: Bench, way: str, comfy: ComfyProcess, other: subprocess.Popen[s
     count, latents, errors = bench.options.taken, [], []
     for number in range(count + 1):
         if number:
-            line = "0.3 0.5\n"
-            Timer((number - 0.5) / count * seconds, lambda line=line: (other.stdin.write(line), other.stdin.flush())).start()
+            Timer((number - 0.5) / count * seconds, lambda: (other.stdin.write("0.3 0.5\n"), other.stdin.flush())).start()
         prompt = bench.prompt(comfy, way, 50, bench.size, bench.case.tokens, 0.0)
         prompt["sampler"]["inputs"]["denoise"] = 1 - 1e-6 * number
         ended = comfy.queue(prompt, timeout=600)

@@ -218,11 +218,11 @@ def forget_places(patcher: ModelPatcher) -> None:
 
 
 def _values_of(patcher: ModelPatcher, places: list[tuple[str, dict, str]]) -> bytes:
-    """Return some values of every weight; of patched weights from ComfyUI's backup."""
-    parts: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
+    """Return some values of every weight, wherever it lies; of patched weights from ComfyUI's backup."""
+    parts: dict[tuple[torch.device, torch.dtype], dict[int, torch.Tensor]] = {}
     aside, by_hooks = getattr(patcher, "backup", {}), getattr(patcher, "hook_backup", {})
     with torch.inference_mode():
-        for name, parameters, leaf in places:
+        for number, (name, parameters, leaf) in enumerate(places):
             weight = parameters.get(leaf)
             if name in aside:
                 weight = aside[name].weight
@@ -231,9 +231,14 @@ def _values_of(patcher: ModelPatcher, places: list[tuple[str, dict, str]]) -> by
             if type(weight) not in PLAIN:
                 weight = getattr(weight, "_qdata", weight)
             if type(weight) in PLAIN and not weight.is_meta and weight.numel():
-                parts.setdefault((weight.device, weight.dtype), []).append(_some(weight))
-        joined = [torch.cat(found).cpu().view(torch.uint8).numpy().tobytes() for found in parts.values()]
-    return b"".join(sorted(joined))
+                parts.setdefault((weight.device, weight.dtype), {})[number] = _some(weight)
+        values: dict[int, bytes] = {}
+        for found in parts.values():
+            joined, end = torch.cat(list(found.values())).cpu().view(torch.uint8).numpy().tobytes(), 0
+            for number, some in found.items():
+                start, end = end, end + some.nbytes
+                values[number] = joined[start:end]
+    return b"".join(values[number] for number in sorted(values))
 
 
 def _some(weight: torch.Tensor) -> torch.Tensor:

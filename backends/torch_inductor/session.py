@@ -274,6 +274,10 @@ class LiveSession:
         self._places.follow(patcher, self.owns_weights(patcher), self._new_run, self._open_blocks)
 
     def _with_less(self) -> None:
+        """Hold less: no graphs, or where there are none, fewer weights."""
+        if len(self.graphs):
+            self.graphs.clear()
+            return
         self._places.leave_more_free()
         self.unload()
 

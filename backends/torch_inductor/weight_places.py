@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from ...comfy_model.main_memory import available_bytes
 from ...engine_library import Unavailable
-from ...sessions.gpu_memory import EVERYTHING, free_room, lacks_room, make_room, need_room, no_room
+from ...sessions.gpu_memory import EVERYTHING, free_room, make_room, need_room, no_room
 from ...sessions.weight_ring import BUFFERS, left_out
 
 if TYPE_CHECKING:
@@ -107,11 +107,11 @@ class WeightPlaces:
 
     def _place_as_comfyui(self, patcher: ModelPatcher) -> None:
         """Let weights of blocks wait in main memory that ComfyUI itself keeps there, and the ring have its buffers."""
-        outside = self._kept_by_comfyui()
-        if self._pins and outside and outside != self._weights.outside:
+        outside, held = self._kept_by_comfyui(), self._live.bytes - self._weights.bytes
+        if self._pins and outside and (outside != self._weights.outside or not held):
             blocks = [sum(size for name, size in block.items() if name in outside) for block in self._large]
-            more = BUFFERS * max(blocks) - (self._live.bytes - self._weights.bytes) + self._spare
-            if more > 0 and lacks_room(more, self._device):
+            more = BUFFERS * max(blocks) - held + (0 if held else self._spare) - free_room(self._device)
+            if more > 0:
                 patcher.partially_unload(patcher.offload_device, more)
                 outside = self._kept_by_comfyui()
         self._move_out(outside)

@@ -198,7 +198,7 @@ def test_comfyui_makes_room_for_the_buffers_where_it_keeps_weights_in_main_memor
     monkeypatch.setattr(LiveSession, "owns_weights", lambda *_: False)
     monkeypatch.setattr(session.live.weights, "native_outside", lambda: large)
     monkeypatch.setattr(network.patcher, "partially_unload", lambda _device, size: asked.append(size))
-    monkeypatch.setattr(weight_places, "lacks_room", lambda size, _: size > room)
+    monkeypatch.setattr(weight_places, "free_room", lambda _: room)
     for _ in range(2):
         session.begin_run(network.patcher)
         assert equal(results(session), expected)

@@ -199,6 +199,9 @@ def test_weights_that_are_written_to_on_the_gpu_are_noticed_in_each_layout_of_me
         if parameter.ndim == 4:
             parameter.data = parameter.data.contiguous(memory_format=torch.channels_last)
     assert look_for_edits(net.patcher) == first, "the same values in another order"
+    moved = next(p for p in net.module.parameters() if p.ndim == 1)
+    moved.data = moved.data.cpu()
+    assert look_for_edits(net.patcher) == first, "the same values in another place"
     with torch.inference_mode():
         next(p for p in net.module.parameters() if p.ndim == 4).mul_(0.5)
     assert look_for_edits(net.patcher) == first + 1

@@ -179,3 +179,14 @@ def test_no_engine_for_a_model_is_known_without_hashing_it(tmp_path: Path, hashi
     assert library.may_have("sd15_unet", mine.fingerprint)
     assert not library.may_have("sd15_unet", other.fingerprint)
     assert not library.may_have("sdxl_unet", mine.fingerprint)
+
+
+def test_a_weight_that_only_lies_elsewhere_was_not_edited() -> None:
+    """Dynamic VRAM puts some weights on the GPU. Another dtype of the same bytes stands for another device."""
+    network = small_network(1)
+    first = weight_hash.look_for_edits(network.patcher)
+    for weight in list(network.module.parameters())[::3]:
+        weight.data = weight.data.view(torch.int32)
+        assert weight_hash.look_for_edits(network.patcher) == first
+    weight.data.mul_(3)
+    assert weight_hash.look_for_edits(network.patcher) == first + 1
