@@ -96,9 +96,14 @@ def taken(bench: Bench, way: str, comfy: ComfyProcess, other: subprocess.Popen[s
     They are the same prompt, bar a part of ``denoise`` that ComfyUI ignores: it would not run one twice.
     """
     count, latents, errors = bench.options.taken, [], []
+
+    def take() -> None:
+        other.stdin.write("0.3 0.5\n")
+        other.stdin.flush()
+
     for number in range(count + 1):
         if number:
-            Timer((number - 0.5) / count * seconds, lambda: (other.stdin.write("0.3 0.5\n"), other.stdin.flush())).start()
+            Timer((number - 0.5) / count * seconds, take).start()
         prompt = bench.prompt(comfy, way, 50, bench.size, bench.case.tokens, 0.0)
         prompt["sampler"]["inputs"]["denoise"] = 1 - 1e-6 * number
         ended = comfy.queue(prompt, timeout=600)

@@ -174,16 +174,20 @@ def _state(patcher: ModelPatcher, prefix: str) -> tuple:
 COMPARED = 4
 """Values compared of each weight. They are few: each may be in a page of a file that is not in memory."""
 
+Place = tuple[str, dict, str, torch.dtype | None]
+
+
 @dataclass
 class _Noted:
     """A model's weights as they were looked at last.
 
     Attributes:
-        places: each weight's name, with the dict of the layer that holds it and its name there.
+        places: each weight's name, with the dict of the layer that holds it, its name there, and the dtype that ComfyUI
+            gives it once it is loaded, if known.
         edition: number of edits found so far.
     """
 
-    places: list[tuple[str, dict, str]]
+    places: list[Place]
     values: bytes
     edition: int = 0
 
@@ -201,8 +205,10 @@ def look_for_edits(patcher: ModelPatcher) -> int:
     """Return the edition of a model's own weights, without patches: a new number after each edit."""
     known = _noted.get(patcher.model)
     if known is None:
-        places = [(f"{path}.{leaf}" if path else leaf, layer._parameters, leaf)
-                  for path, layer in patcher.model.named_modules() for leaf in layer._parameters]  # fmt: skip
+        places = [
+            (f"{path}.{leaf}".removeprefix("."), layer._parameters, leaf,
+             getattr(layer, f"{leaf}_comfy_model_dtype", None))
+            for path, layer in patcher.model.named_modules() for leaf in layer._parameters]  # fmt: skip
         known = _noted[patcher.model] = _Noted(places, _values_of(patcher, places))
     elif (values := _values_of(patcher, known.places)) != known.values:
         known.values, known.edition = values, known.edition + 1
@@ -217,12 +223,12 @@ def forget_places(patcher: ModelPatcher) -> None:
     _noted[patcher.model].edition = before + 1
 
 
-def _values_of(patcher: ModelPatcher, places: list[tuple[str, dict, str]]) -> bytes:
+def _values_of(patcher: ModelPatcher, places: list[Place]) -> bytes:
     """Return some values of every weight, wherever it lies; of patched weights from ComfyUI's backup."""
-    parts: dict[tuple[torch.device, torch.dtype], dict[int, torch.Tensor]] = {}
+    parts: dict[tuple, dict[int, torch.Tensor]] = {}
     aside, by_hooks = getattr(patcher, "backup", {}), getattr(patcher, "hook_backup", {})
     with torch.inference_mode():
-        for number, (name, parameters, leaf) in enumerate(places):
+        for number, (name, parameters, leaf, dtype) in enumerate(places):
             weight = parameters.get(leaf)
             if name in aside:
                 weight = aside[name].weight
@@ -231,12 +237,14 @@ def _values_of(patcher: ModelPatcher, places: list[tuple[str, dict, str]]) -> by
             if type(weight) not in PLAIN:
                 weight = getattr(weight, "_qdata", weight)
             if type(weight) in PLAIN and not weight.is_meta and weight.numel():
-                parts.setdefault((weight.device, weight.dtype), {})[number] = _some(weight)
+                wanted = dtype if dtype is not None and weight.is_floating_point() else weight.dtype
+                parts.setdefault((weight.device, weight.dtype, wanted), {})[number] = _some(weight)
         values: dict[int, bytes] = {}
-        for found in parts.values():
-            joined, end = torch.cat(list(found.values())).cpu().view(torch.uint8).numpy().tobytes(), 0
+        for (*_, wanted), found in parts.items():
+            joined = torch.cat(list(found.values())).cpu().to(wanted).view(torch.uint8).numpy().tobytes()
+            end = 0
             for number, some in found.items():
-                start, end = end, end + some.nbytes
+                start, end = end, end + some.numel() * wanted.itemsize
                 values[number] = joined[start:end]
     return b"".join(values[number] for number in sorted(values))
 

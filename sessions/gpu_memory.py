@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 from collections.abc import Callable
 from typing import TypeVar
@@ -68,6 +69,7 @@ def tried_again(
             raise
         log.info("Hybrid TRT: not enough memory on %s (%s), ComfyUI frees what is not in use", device, error)
     # outside of the handler: the error's frames hold the tensors of the failed call
+    gc.collect()  # cycles may hold memory
     if before is not None:
         before()
     make_room(EVERYTHING, device)
@@ -130,6 +132,7 @@ def close_engines(device: torch.device) -> None:
     for patcher in model_management.loaded_models():
         if hasattr(patcher, "close_engine") and patcher.load_device == device:
             patcher.close_engine()
+    gc.collect()  # cycles may hold memory
     model_management.soft_empty_cache()
 
 

@@ -248,6 +248,11 @@ class LiveSession:
         self._zeros.clear()
         self._live.release()
 
+    def close(self) -> None:
+        """Give all memory back, also what waits in main memory: the network's model is gone."""
+        self.unload()
+        self._live.move_out(())
+
     def run(
         self,
         given: Mapping[str, torch.Tensor],
@@ -391,8 +396,19 @@ def live_session(network: NativeNetwork, backend: Compiler, precision: str) -> L
         Unavailable: another node replaced a part of the module.
     """
     key = (id(network.module), network.architecture().name, network.role, precision, str(network.device))
+
+    def new() -> LiveSession:
+        session = LiveSession(network, backend, precision)
+        # not when it is collected: that is late, and ComfyUI already loads the next model
+        weakref.finalize(network.module, _close, weakref.ref(session)).atexit = False
+        return session
+
     try:
-        # ids come again
-        return shared(key, lambda found: found.runs(network.module), lambda: LiveSession(network, backend, precision))
+        return shared(key, lambda found: found.runs(network.module), new)  # ids come again
     except ReplacedForward as error:
         raise Unavailable(Reason.MODEL_PATCHED, str(error)) from error
+
+
+def _close(session: weakref.ref[LiveSession]) -> None:
+    if (found := session()) is not None:
+        found.close()

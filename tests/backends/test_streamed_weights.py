@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import math
 import weakref
@@ -349,3 +350,37 @@ def test_an_engine_whose_file_is_gone_streams_nothing(
     assert outside(session) == 0
     found = results(session)
     assert near(found, expected)
+
+
+def test_the_memory_of_a_model_that_is_gone_is_free_at_once(
+    engine: Engine, network: NativeNetwork, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """ComfyUI drops a model and loads the next one in the same breath, long before Python looks for cycles."""
+    monkeypatch.setattr(weight_places, "STREAMED_FROM", 0)
+    monkeypatch.setattr(LiveSession, "owns_weights", lambda *_: True)
+    monkeypatch.setenv(trust.FOLDER_VARIABLE, str(engine.folder.parents[1] / "keys"))
+    monkeypatch.setattr(model_management, "MAX_PINNED_MEMORY", 1 << 34)
+    gc.collect()
+    gc.disable()
+    try:
+        dtype = network.module.dtype
+        net = flux_network("dev", dtype, depth=4, depth_single_blocks=12)
+        net.patcher.load_device = network.device
+        own = NativeNetwork(net.patcher, net.module, net.prefix, dtype, "dev", net.role)
+        del net
+        session = live_session.live_session(own, TORCH, PRECISIONS[network.device.type])
+        if own.device.type == "cpu":
+            session.graphs._capture = Recorder()
+        session.live.weights._share = False  # as under dynamic VRAM
+        session.use([engine])
+        session.load(0.5 * session.live.weights.most_bytes)
+        results(session)
+        weights = [weakref.ref(weight.untyped_storage()) for _, weight in session.live.weights._parameters()]
+        assert any(weight() is not None for weight in weights)
+        main_memory = session.live.weights._main_memory._tensors
+        assert main_memory
+        del own, session
+        assert not main_memory
+        assert all(weight() is None for weight in weights)
+    finally:
+        gc.enable()

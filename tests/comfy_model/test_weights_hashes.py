@@ -190,3 +190,14 @@ def test_a_weight_that_only_lies_elsewhere_was_not_edited() -> None:
         assert weight_hash.look_for_edits(network.patcher) == first
     weight.data.mul_(3)
     assert weight_hash.look_for_edits(network.patcher) == first + 1
+
+
+def test_a_weight_that_comfyui_loads_in_the_dtype_of_its_model_was_not_edited() -> None:
+    network = small_network(1)
+    layer = next(layer for layer in network.module.modules() if "weight" in layer._parameters)
+    layer.weight_comfy_model_dtype = torch.float16
+    first = weight_hash.look_for_edits(network.patcher)
+    layer.weight.data = layer.weight.data.half()
+    assert weight_hash.look_for_edits(network.patcher) == first
+    layer.weight.data.mul_(3)
+    assert weight_hash.look_for_edits(network.patcher) == first + 1
