@@ -10,13 +10,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from comfy.ldm.common_dit import pad_to_patch_size
 from einops import rearrange
 
 from .blocks import OVERRIDE
 from .shapes import TensorSpec
 from .sizes import IMAGE, PATCH, PROMPT
+from .user_attention import computed
 
 MOST_KEPT = 8
 """Results that a binding keeps: rotary embeddings by sizes, and tensors of strengths."""
@@ -73,17 +73,12 @@ def attended(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, pe: torch.Tensor
     q, k, v = (t.transpose(1, 2) for t in (q, k, v))
     if pe is not None:
         q, k = turned(q, pe), turned(k, pe)
-    each = q.shape[1] // k.shape[1]
-    if each > 1 and torch.onnx.is_in_onnx_export():
-        k, v = (t.unsqueeze(2).expand(-1, -1, each, -1, -1).flatten(1, 2) for t in (k, v))
-        each = 1
-    grouped = {"enable_gqa": True} if each > 1 else {}
-    return F.scaled_dot_product_attention(q, k, v, **grouped).transpose(1, 2).flatten(2)
+    return computed(q, k, v)
 
 
 @dataclass(eq=False)
 class RotaryAttention:
-    """Attention in the place of ComfyUI's: turns, then scaled_dot_product_attention.
+    """Attention in the place of ComfyUI's: turns, then ``user_attention.computed``.
 
     q, k and v are (batch, heads, tokens, features), the result (batch, tokens, heads * features).
 
@@ -106,7 +101,7 @@ class RotaryAttention:
             raise NotImplementedError("masked attention has no place in these networks")
         if self.pe is not None:
             q, k = turned(q, self.pe), turned(k, self.pe)
-        return F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+        return computed(q, k, v)
 
 
 def normed(x: torch.Tensor, scale: torch.Tensor | float, eps: float) -> torch.Tensor:

@@ -74,6 +74,7 @@ class LiveTask:
         processes: how many helper processes may compile parts of it; 0 where this process does all.
         submit: has a helper process do something; not to be called without helpers.
         known: contents of files of engines that are there; see ``LiveCompiler.known``.
+        calls_attention: whether blocks call attention as an operation, see ``user_attention``.
     """
 
     inputs: tuple[TensorSpec, ...]
@@ -86,6 +87,7 @@ class LiveTask:
     submit: Submit | None = None
     free: Mapping[str, Range] = field(default_factory=dict)
     known: Sequence[bytes] = ()
+    calls_attention: bool = False
 
 
 @dataclass(frozen=True)

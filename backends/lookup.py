@@ -209,8 +209,6 @@ def _weights(
     network: NativeNetwork, structure: str, choice: EngineChoice, library: Library, usable: Collection[Backend]
 ) -> list[str]:
     """List what engines may have as their weights. A checkpoint is hashed only if some engine could be its own."""
-    from ..comfy_model.structure_hash import structure_hash  # needs torch, which the command line may lack
-
     fixed = [b for b in usable if not b.runs_live_weights and not (choice.replaceable and b.refits)]
     architecture, names, found = network.architecture().name, [b.name for b in fixed], []
     if fixed and library.may_have(architecture, network.fingerprint, names, network.other_hashes()):
@@ -218,7 +216,7 @@ def _weights(
     if any(backend.refits for backend in usable):
         found.append(structure)
     if any(backend.runs_live_weights for backend in usable):
-        found.append(structure_hash(network.module, live=True))
+        found.append(network.live_layout)
     return found
 
 

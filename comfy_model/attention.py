@@ -1,4 +1,4 @@
-"""Name and exactness of the attention that ComfyUI computes natively; an engine's attention is always exact.
+"""Name and exactness of the attention that ComfyUI computes natively; an engine's is exact, or calls the same function.
 
 Newer versions of ComfyUI let users choose it for one model (*Model Attention Backend*, an override in the model's
 options) or for all (``--use-ck-attention``). A checkpoint or a LoRA may also state an attention that a layer prefers.
@@ -25,6 +25,9 @@ EXACT = ("pytorch", "split", "sub_quad", "xformers", "flash")
 
 _KNOWN_INEXACT = "int8"
 """Part of the names of functions close to exact attention. Layers that prefer them get an engine and a remark."""
+
+_KJNODES = "PathchSageAttentionKJ.patch.<locals>.attention_override_sage"
+"""Name of the override of KJNodes' patch, which calls one kernel of SageAttention, whatever the layer or step."""
 
 Looks = weakref.WeakKeyDictionary[Callable, str | None]
 """Names of functions, or None where they are exact."""
@@ -62,11 +65,47 @@ def unknown_preference(module: torch.nn.Module, patcher: ModelPatcher, prefix: s
     return next(filter(None, map(_not_passed_over, _preferences(module, patcher, prefix))), None)
 
 
-def remark(module: torch.nn.Module, patcher: ModelPatcher, prefix: str) -> str:
-    """Return a remark on a network's native attention, which an engine computes exactly; mostly ``""``."""
+def callable_choice(override: Callable | None) -> Callable | None:
+    """Return the inexact attention that a user chose and blocks of an engine can call, or None.
+
+    That is a function of ComfyUI's table, or KJNodes' patch. Other overrides may compute by layer or by step.
+
+    Args:
+        override: by which it was chosen; None for that of all models.
+    """
     from comfy.ldm.modules import attention
 
-    if patcher.model_options.get("transformer_options", {}).get(OVERRIDE) is not None:
+    function = attention.optimized_attention if override is None else _wrapped(override)
+    if function is None:
+        return override if getattr(override, "__qualname__", "").endswith(_KJNODES) else None
+    known = any(function is one for one in _registered().values())
+    return function if known and _inexact(function) is not None else None
+
+
+def choice_for(module: torch.nn.Module, patcher: ModelPatcher, prefix: str) -> Callable | None:
+    """Return ``callable_choice`` for a network that a patcher samples with."""
+    override = _override(patcher)
+    if override is None and any(map(_preferred, _preferences(module, patcher, prefix))):
+        return None  # then layers have attention of their own
+    return callable_choice(override)
+
+
+def _override(patcher: ModelPatcher) -> Callable | None:
+    return patcher.model_options.get("transformer_options", {}).get(OVERRIDE)
+
+
+def remark(module: torch.nn.Module, patcher: ModelPatcher, prefix: str, called: bool = False) -> str:
+    """Return a remark on a network's native attention, mostly ``""``.
+
+    Args:
+        called: whether its engine calls what the user chose; otherwise it computes attention exactly.
+    """
+    from comfy.ldm.modules import attention
+
+    if called:
+        chosen = choice_for(module, patcher, prefix)
+        return "" if chosen is None else f"Attention is by {_name(chosen)}, as native computes it"
+    if _override(patcher) is not None:
         return ""  # the override is exact, see ``other_attention``, and all layers compute with it
     name = _inexact(attention.optimized_attention)
     if name is None:

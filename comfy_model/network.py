@@ -13,12 +13,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..architectures import Architecture, Role, absorbed_patch, architecture_of
+from ..architectures.calls import serves_every_size
 from ..architectures.kept_tokens import kept_in
 from ..architectures.model_patches import AbsorbedPatch, WithCompanion, companion_of
 from ..engine_library.fallback import Fallback, Reason, Unavailable
-from .attention import part_replaced, preference_class, unknown_preference
+from .attention import choice_for, part_replaced, preference_class, unknown_preference
 from .changed_layers import LayerWatch, answers_about, structure_of
 from .hash_cache import hashes_without_patches
+from .structure_hash import structure_hash
 from .weight_formats import forget_casts, layers_for_live_weights, unreadable_weights
 from .weight_hash import Check, fingerprint, forget_hash, forget_places, hash_of_parts, known_hash, weights_hash
 from .weight_patches import why_reshaped
@@ -114,6 +116,19 @@ class NativeNetwork:
     def only_live(self) -> str:
         """Its layers that only live weights can serve, in words; ``""`` without any."""
         return layers_for_live_weights(self.module)
+
+    @property
+    def own_attention(self) -> bool:
+        """Tell whether a user chose attention for it that blocks of an engine call; see ``attention.choice_for``."""
+        base = self.parts[0]
+        return choice_for(base.module, base.patcher, base.prefix) is not None
+
+    @property
+    def live_layout(self) -> str:
+        """Return what stands for its weights in the identity of engines that take live weights."""
+        layout = structure_hash(self.module, live=True)
+        calls = self.own_attention and serves_every_size(self.architecture())
+        return f"{layout}-attention" if calls else layout
 
     def undo_foreign_patches(self) -> None:
         """Undo changes that another clone's node made to the module: ComfyUI leaves them in place.

@@ -144,7 +144,7 @@ def _identity(order: BuildOrder, progress: Progress) -> EngineIdentity:
     specs = [*architecture.engine_inputs(network.module, precision), *architecture.outputs(network.module, precision)]
     symbols = {dim.symbol for spec in specs for dim in spec.dims if not isinstance(dim, int)}
     weights = "" if order.any_weights else order.backend.weights(network, lambda: progress("reading weights", 0.0))
-    layout = structure_hash(network.module, live=order.backend.runs_live_weights)
+    layout = network.live_layout if order.backend.runs_live_weights else structure_hash(network.module)
     return EngineIdentity(
         architecture=architecture.name,
         weights=weights or layout,
@@ -328,7 +328,8 @@ class _Build:
         calls = [dict(call) for call in self.order.calls] or self._examples().compiled
         known = self._known(Path(task["folder"])) if in_blocks(self.order) else []
         task = {**task, "step": "compile", "device": device.type, "gpu": device.index or 0, "compiled": calls,
-                "bytes": self._bytes, "known": known}  # fmt: skip
+                "bytes": self._bytes, "known": known,
+                "calls_attention": self.order.network.own_attention}  # fmt: skip
         return self._do({**task, **backend_task(self.order.backend)}, 0.1, 0.9, only_gpu(device))
 
     def _known(self, folder: Path) -> list[str]:

@@ -202,8 +202,8 @@ class EngineHandle(NotCopied):
                 keep_with_module(network.module, network.role, self.patcher)
             else:
                 keep(self.patcher, context.prompt_id if context else "")
-            whose = patcher or network.patcher
-            its = remark(network.parts[0].module, whose, network.prefix), remark_on_rounding(whose)
+            whose, called = patcher or network.patcher, self.session.calls_attention
+            its = remark(network.parts[0].module, whose, network.prefix, called), remark_on_rounding(whose)
             self.stats.remark = ". ".join(filter(None, (*its, self.session.remark)))
         self._context = context  # last: other threads that see it find the run begun
 

@@ -60,7 +60,7 @@ def status(handle: EngineHandle) -> str:
             text += f". {name} is {notice}"
         if handle.choice.replaceable and not session.follows_patches and not handle.found.refits:
             text += f". {name} has no engines for any checkpoint and LoRA: this one is for this model only"
-    its = remark(network.parts[0].module, network.patcher, network.prefix)
+    its = remark(network.parts[0].module, network.patcher, network.prefix, session.calls_attention)
     return ". ".join(filter(None, (text, its, handle.note)))
 
 

@@ -15,11 +15,11 @@ import torch
 from comfy.patcher_extension import CallbacksMP, WrappersMP
 
 from ..architectures import Role
-from ..architectures.calls import EngineCall
-from ..comfy_model.attention import OVERRIDE, other_attention
+from ..architectures.calls import EngineCall, serves_every_size
+from ..comfy_model.attention import OVERRIDE, callable_choice, other_attention
 from ..comfy_model.comfyui_internals import Feature, works
 from ..comfy_model.comfyui_shims import outside_recording
-from ..comfy_model.network import NativeNetwork, forward_arguments
+from ..comfy_model.network import forward_arguments
 from ..comfy_model.weight_patches import WeightPatches
 from ..engine_library import Fallback, Reason
 from . import NotCopied
@@ -215,9 +215,11 @@ class BackboneRouter(NotCopied):
         return result
 
     def _bound(self, given: Mapping[str, Any]) -> EngineCall:
-        if isinstance(given.get("control"), LateControl) and self._handle.session.takes_late:
-            return bound_unread(self._handle.bind, given)
-        return self._handle.bind(given)
+        late = isinstance(given.get("control"), LateControl) and self._handle.session.takes_late
+        call = bound_unread(self._handle.bind, given) if late else self._handle.bind(given)
+        if self._handle.session.calls_attention:
+            call.extras = {**call.extras, OVERRIDE: (given.get("transformer_options") or {}).get(OVERRIDE)}
+        return call
 
     def _pass_by(self, native: Callable[..., torch.Tensor], called_on: object, /, *args: Any, **kwargs: Any) -> Any:
         """Serve a call of another backbone with native, and count it separately."""
@@ -244,7 +246,7 @@ class BackboneRouter(NotCopied):
         handle = self._handle
         if (fallback := handle.why_not_patched_so(patcher, self._weight_patches)) is not None:
             return fallback
-        return _why_patched(handle.network, options)
+        return _why_patched(handle, options)
 
     def _as_compiled(self, native: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         """Return native's forward, compiled if another node compiles the UNet: that cannot trace our wrapper."""
@@ -351,18 +353,26 @@ def _plan(
     handle.plan(patcher)
     serves = refusal is None and handle.fallback is None
     serves = serves and handle.why_not_patched_so(patcher, weight_patches) is None
-    serves = serves and _why_patched(handle.network, options) is None
+    serves = serves and _why_patched(handle, options) is None
     handle.patcher.model.expected = serves
     return serves and handle.session.owns_weights(patcher)
 
 
-def _why_patched(network: NativeNetwork, options: Mapping) -> Fallback | None:
+def _why_patched(handle: EngineHandle, options: Mapping) -> Fallback | None:
     """Return the reason why native serves a call that another node has patched inside, or None."""
-    if (fallback := network.why_patched(options.get("patches", {}))) is not None:
+    if (fallback := handle.network.why_patched(options.get("patches", {}))) is not None:
         return fallback
     for name, patches in options.get("patches_replace", {}).items():
         if patches:
             return Fallback(Reason.MODEL_PATCHED, f"{name} replaced")
     override = options.get(OVERRIDE)
     name = None if override is None else other_attention(override)
-    return None if name is None else Fallback(Reason.MODEL_PATCHED, f"attention by {name}")
+    if name is None:
+        return None
+    if callable_choice(override) is None or handle.session is None:
+        return Fallback(Reason.MODEL_PATCHED, f"attention by {name}")
+    if handle.session.calls_attention:
+        return None
+    in_blocks = serves_every_size(handle.network.architecture())
+    advice = "put the engine node behind the node that chooses attention" if in_blocks else ""
+    return Fallback(Reason.MODEL_PATCHED, f"attention by {name}", advice=advice)

@@ -32,6 +32,7 @@ class SessionChoice:
 
     refusal: str | None = None
     takes_late = False
+    calls_attention = False
 
     def __init__(self, sessions: Sequence[Session]):
         self.sessions = tuple(sessions)

@@ -67,6 +67,7 @@ class FileSession:
     refusal = None
     uncovered = None
     takes_late = False
+    calls_attention = False
 
     def __init__(
         self,

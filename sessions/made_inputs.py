@@ -40,7 +40,7 @@ class _Entry:
     version: int | None
     values: torch.Tensor | None
     extra: Hashable
-    weights: int
+    weights: Hashable
     results: Results
 
     def holds(self) -> bool:
@@ -64,7 +64,7 @@ class ResultCache:
         self._entries: list[_Entry] = []
         self.computed = 0
 
-    def get(self, source: torch.Tensor, extra: Hashable, weights: int) -> Results:
+    def get(self, source: torch.Tensor, extra: Hashable, weights: Hashable) -> Results:
         """Return the results for a source, computed if they are not known.
 
         Args:
@@ -128,7 +128,7 @@ class PerImagePasses:
             cache.clear()
 
     def run(
-        self, given: Mapping[str, torch.Tensor], extras: Mapping[str, Hashable], weights: int
+        self, given: Mapping[str, torch.Tensor], extras: Mapping[str, Hashable], weights: Hashable
     ) -> dict[str, torch.Tensor]:
         """Return a call's tensors, with the results of the passes in the place of their sources.
 

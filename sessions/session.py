@@ -106,6 +106,7 @@ class Session(Protocol):
         stream: a CUDA stream that no other session uses, or None. Results of a call on it are lent: the next call of
             this session, or of one with a part in common, writes to them.
         takes_late: True if ``run`` takes inputs that another stream still computes.
+        calls_attention: True if it computes with the attention that its user chose, see ``attention.choice_for``.
         remark: a sentence on what is streamed, without its full stop; mostly empty.
     """
 
@@ -119,6 +120,7 @@ class Session(Protocol):
     joins_stacks: bool
     stream: torch.cuda.Stream | None
     takes_late: bool
+    calls_attention: bool
     remark: str
 
     def load(self, most: float = math.inf) -> None:

@@ -7,13 +7,13 @@ from functools import partial
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from comfy.ldm.lightricks.av_model import BasicAVTransformerBlock, LTXAVModel
 from comfy.ldm.lightricks.model import CrossAttention, FeedForward, LTXRopeType
 
 from ..blocks import in_blocks
 from ..quantised_linear import linear_behind
 from ..token_layers import attended, normed, rotated, write_out_norms
+from ..user_attention import computed
 
 FOLDS = "linear_input_act" in FeedForward.forward.__code__.co_names
 """True for versions of ComfyUI that fold the activation into the linear layer behind it."""
@@ -82,12 +82,11 @@ def _guided(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, guides: torch.Ten
     weights, is_video = torch.cat([nothing[count:], guides]), torch.cat([nothing[count:] + 1, guides * 0])
     if torch.onnx.is_in_onnx_export():  # ONNX Runtime takes no attention without queries
         mask = is_video.unsqueeze(1) * weights + weights.unsqueeze(1) * is_video
-        return F.scaled_dot_product_attention(q, k, v, mask).transpose(1, 2).flatten(2)
+        return computed(q, k, v, mask, exact=True)
     own = k.shape[2] - count
     masks = weights.unsqueeze(0), guides.unsqueeze(1) * is_video
-    found = [F.scaled_dot_product_attention(part, k, v, mask)
-             for part, mask in zip((q[:, :, :own], q[:, :, own:]), masks, strict=True)]  # fmt: skip
-    return torch.cat(found, 2).transpose(1, 2).flatten(2)
+    parts = zip((q[:, :, :own], q[:, :, own:]), masks, strict=True)
+    return torch.cat([computed(part, k, v, mask, exact=True) for part, mask in parts], 1)
 
 
 class _Moved:

@@ -12,6 +12,7 @@ import logging
 import os
 import shutil
 from collections.abc import Callable, Collection, Sequence
+from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 import torch
@@ -19,7 +20,7 @@ import torch
 from ...architectures import architectures
 from ...architectures.calls import RequestedCalls, calls_to_compile
 from ...architectures.shapes import Profile
-from ...comfy_model.structure_hash import structure_hash
+from ...architectures.user_attention import calling_exact
 from ...engine_library import Engine, Fallback, Manifest, Reason, Unavailable, trust
 from ...sessions.session import refusal_of
 from .. import BuildSizes, LiveCompiler, LiveTask, Progress
@@ -82,13 +83,14 @@ class TorchBackend(LiveCompiler):
 
     def weights(self, network: NativeNetwork, check: Callable[[], None] | None = None) -> str:
         """No weights are compiled in."""
-        return structure_hash(network.module, live=True)
+        return network.live_layout
 
     def compile(self, function: torch.nn.Module, task: LiveTask, progress: Progress) -> dict:
         if getattr(function, "blocks", None):
             from .compile_blocks import compile_blocks
 
-            return compile_blocks(function, task, progress)
+            with calling_exact() if task.calls_attention else nullcontext():
+                return compile_blocks(function, task, progress)
         from .compile_step import compile_network
 
         return compile_network(function, task, progress)

@@ -59,7 +59,7 @@ def compile_blocks(function: torch.nn.Module, task: LiveTask, progress: Progress
         started = time.perf_counter()
         with _with_weights(alike.block, task.device):
             block, inputs = BlockFunction(alike.block, alike.calls[0].form), _inputs(alike.calls[0], task.device)
-            kernel, timed = attention.choose(block, inputs)
+            kernel, timed = (None, {}) if task.calls_attention else attention.choose(block, inputs)
             with inductors_failures():
                 kind = known.get(f"{alike.key} {kernel}") or compiled(alike, block, inputs, kernel)
             done = time.perf_counter()

@@ -16,11 +16,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
+from ...architectures import user_attention
 from ...architectures.blocks import Form, put_together, take_apart, words_of
 from ...comfy_model.structure_hash import structure_lines
 from ...comfy_model.torch_kernels import best_attention
@@ -84,7 +86,9 @@ def kinds_of(
 
 
 def _key(kind: tuple, calls: Sequence[Call]) -> str:
-    sizes = [[tuple(t.shape) for t in call.inputs] for call in calls]
+    sizes: list[Any] = [[tuple(t.shape) for t in call.inputs] for call in calls]
+    if user_attention.called() is not None:
+        sizes.append("attention is called")  # only then: kinds of earlier builds keep their keys
     return hashlib.sha256(repr((kind, sizes)).encode()).hexdigest()
 
 

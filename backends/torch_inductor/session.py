@@ -7,13 +7,16 @@ import math
 import time
 import weakref
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import torch
 
+from ...architectures.blocks import OVERRIDE
 from ...architectures.calls import AsyncInputs, Call, UncoveredCall, file_sizes, lacking_words, words_of
 from ...architectures.shapes import Profile
+from ...architectures.user_attention import called, calling_users
 from ...comfy_model.changed_layers import structure_of
 from ...comfy_model.module_copy import ReplacedForward
 from ...comfy_model.network import NativeNetwork
@@ -78,6 +81,7 @@ class LiveSession:
         self._module, self._structure = weakref.ref(network.module), structure_of(network.module)
         self._sampled_with = weakref.ref(network.patcher)
         self._specs = {spec.name: spec for spec in self._live.inputs}
+        self.calls_attention = bool(self._live.blocks) and network.own_attention
         steady = [spec.name for spec in self._live.inputs if spec.steady]
         self.graphs = GraphCache(self.device, capture=recorder, steady=[*steady, *self._live.passes.steady])
         self._zeros = Zeros(self.device, partial(strides_laid_out, device=self.device))
@@ -114,7 +118,7 @@ class LiveSession:
         return self._live.weights.loaded
 
     def state(self) -> Hashable | None:
-        if not self.loaded:
+        if not self.loaded or self.calls_attention:  # a larger graph would not see another choice of attention
             return None
         self._follow()
         self._new_run = False
@@ -259,7 +263,9 @@ class LiveSession:
         extras: Mapping[str, Hashable] | None = None,
         late: AsyncInputs | None = None,
     ) -> dict[str, torch.Tensor]:
-        return self._with_memory(lambda: self._call(given, extras or {}, late))
+        extras = extras or {}
+        with calling_users(extras.get(OVERRIDE)) if self.calls_attention else nullcontext():
+            return self._with_memory(lambda: self._call(given, extras, late))
 
     def _with_memory(self, start: Callable[[], Result]) -> Result:
         """Return ``start()``; where memory lacks, once more when all is closed and ComfyUI has freed its share."""
@@ -291,7 +297,7 @@ class LiveSession:
     ) -> dict[str, torch.Tensor]:
         self._follow()
         self._new_run = False
-        given = self._live.passes.run(given, extras, self._live.weights.version)
+        given = self._live.passes.run(given, extras, (self._live.weights.version, called()))
         plan = self._plans.of(given)
         self._last = plan.sizes
         if plan.sizes in self._files:
@@ -326,7 +332,7 @@ class LiveSession:
         return self.graphs.run(
             lambda tensors: self._live.run(tensors, plan.sizes),
             given,
-            token=self._live.weights.generation,
+            token=(self._live.weights.generation, called()),
             prepare=lambda tensors: self._prepared(tensors, plan.symbols),
             late=late,
         )
@@ -395,7 +401,8 @@ def live_session(network: NativeNetwork, backend: Compiler, precision: str) -> L
     Raises:
         Unavailable: another node replaced a part of the module.
     """
-    key = (id(network.module), network.architecture().name, network.role, precision, str(network.device))
+    key = (id(network.module), network.architecture().name, network.role, precision, str(network.device),
+           network.live_layout)  # fmt: skip
 
     def new() -> LiveSession:
         session = LiveSession(network, backend, precision)

@@ -99,7 +99,7 @@ def compile_network(task: Task, progress: Progress) -> dict:
         function = function_of(task, "meta" if serves_every_size(architecture) else device.type, joined=True)[0]
         known = [(folder / name).read_bytes() for name in task["known"]]
         order = LiveTask(inputs, outputs, task["compiled"], task["precision"], device, folder, processes, submit,
-                         architecture.free, known)  # fmt: skip
+                         architecture.free, known, task["calls_attention"])  # fmt: skip
         return backend_of(task).compile(function, order, progress)
 
 

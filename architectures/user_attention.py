@@ -1,0 +1,96 @@
+"""Attention that a user chose, as an operation that compilers call without looking into it.
+
+Which function it calls is known when it runs. So code that is compiled with it serves whatever attention is chosen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+
+import torch
+import torch.nn.functional as F
+
+from .blocks import OVERRIDE
+
+Called = tuple[Callable[..., torch.Tensor], Callable[..., torch.Tensor] | None]
+"""A function with ComfyUI's arguments of attention, and an override that it is to be given, or None."""
+
+_called: ContextVar[Called | None] = ContextVar("hybrid_trt_called_attention", default=None)
+
+
+def called() -> Called | None:
+    """Return what the operation calls here; None where attention is torch's."""
+    return _called.get()
+
+
+@contextmanager
+def calling_users(override: Callable[..., torch.Tensor] | None) -> Iterator[None]:
+    """Let attention inside be that of ComfyUI's process, or of a call's override."""
+    from comfy.ldm.modules import attention
+
+    with _calling((attention.optimized_attention, override)):
+        yield
+
+
+@contextmanager
+def calling_exact() -> Iterator[None]:
+    """Let attention inside be the operation, and exact: to compile with it, and to compare what was compiled."""
+    with _calling((_exact, None)):
+        yield
+
+
+@contextmanager
+def _calling(what: Called) -> Iterator[None]:
+    token = _called.set(what)
+    try:
+        yield
+    finally:
+        _called.reset(token)
+
+
+def computed(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None = None, exact: bool = False
+) -> torch.Tensor:
+    """Compute attention of (batch, heads, tokens, features); the result is (batch, tokens, heads * features).
+
+    Keys and values may have fewer heads, each for several of the queries.
+
+    Args:
+        exact: whether ComfyUI asks kernels of low precision to leave this one to torch.
+    """
+    each = q.shape[1] // k.shape[1]
+    opaque = called() is not None
+    if each > 1 and (opaque or torch.onnx.is_in_onnx_export()):
+        k, v = (t.unsqueeze(2).expand(-1, -1, each, -1, -1).flatten(1, 2) for t in (k, v))
+        each = 1
+    if opaque:
+        return _attention(q, k, v, mask, exact)
+    grouped = {"enable_gqa": True} if each > 1 else {}
+    return F.scaled_dot_product_attention(q, k, v, mask, **grouped).transpose(1, 2).flatten(2)
+
+
+@torch.library.custom_op("hybrid_trt::attention", mutates_args=())
+def _attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, exact: bool
+) -> torch.Tensor:
+    function, override = called() or (_exact, None)
+    options = {} if override is None else {"transformer_options": {OVERRIDE: override}}
+    if exact:
+        options["low_precision_attention"] = False
+    return function(q, k, v, q.shape[1], mask=mask, skip_reshape=True, **options).contiguous()
+
+
+@_attention.register_fake
+def _(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, exact: bool
+) -> torch.Tensor:
+    batch, heads, tokens, _ = q.shape
+    return q.new_empty((batch, tokens, heads * v.shape[-1]))
+
+
+def _exact(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, _heads: int, mask: torch.Tensor | None = None, **_: object
+) -> torch.Tensor:
+    return F.scaled_dot_product_attention(q, k, v, mask).transpose(1, 2).flatten(2)
