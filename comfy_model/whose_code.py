@@ -29,7 +29,8 @@ if TYPE_CHECKING:
     from comfy.controlnet import ControlBase, ControlNet
 
 _LIBRARIES = ("torch", "torchvision", "einops", "comfy_kitchen", "comfy_aimdo", "safetensors", "numpy", "scipy",
-              "torchsde", "tqdm")  # fmt: skip
+              "torchsde", "tqdm", "sageattention", "sageattn3", "flash_attn", "xformers")  # fmt: skip
+"""Packages that ComfyUI computes with. The last ones hold kernels of the attention that users choose by flags."""
 _PACKS = ("custom_nodes", "site-packages", "dist-packages", "tests")
 """Names of folders with the code of other packs and libraries."""
 _OURS = __name__.rpartition(".comfy_model")[0]
@@ -370,5 +371,5 @@ def _is_context(value: Any) -> bool:
 
 
 def _inner(value: Any) -> Any:
-    """Return the function in a class's entry, be it a static method, a class method or a property."""
-    return getattr(value, "__func__", None) or getattr(value, "fget", None) or value
+    """Return the function in a class's entry or an operation: a static or class method's, a property's, torch's op's."""
+    return getattr(value, "__func__", None) or getattr(value, "fget", None) or getattr(value, "_init_fn", None) or value
