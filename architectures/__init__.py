@@ -93,7 +93,8 @@ class Architecture(Protocol):
     def function(self, module: torch.nn.Module) -> torch.nn.Module:
         """Return ``module`` as a function of the engine's inputs, in order, to a tuple of the output tensors.
 
-        Attention inside is torch's scaled_dot_product_attention, whatever ComfyUI runs. May add hooks to ``module``,
+        Attention inside is torch's scaled_dot_product_attention, whatever ComfyUI runs; in blocks it is that of
+        ``user_attention.computed``, by which they may call what the user chose. May add hooks to ``module``,
         so give it a copy. A function with ``blocks`` is compiled once for each kind of them, see ``blocks``.
         """
         ...

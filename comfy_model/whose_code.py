@@ -371,5 +371,5 @@ def _is_context(value: Any) -> bool:
 
 
 def _inner(value: Any) -> Any:
-    """Return the function in a class's entry or an operation: a static or class method's, a property's, torch's op's."""
+    """Return the function in a class's entry, be it a method or a property, or in an operation of torch."""
     return getattr(value, "__func__", None) or getattr(value, "fget", None) or getattr(value, "_init_fn", None) or value
