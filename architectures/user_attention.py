@@ -71,7 +71,10 @@ def computed(
     return F.scaled_dot_product_attention(q, k, v, mask, **grouped).transpose(1, 2).flatten(2)
 
 
-@torch.library.custom_op("hybrid_trt::attention", mutates_args=())
+_SCHEMA = "(Tensor q, Tensor k, Tensor v, Tensor? mask, bool exact) -> Tensor"
+
+
+@torch.library.custom_op("hybrid_trt::attention", mutates_args=(), schema=_SCHEMA)
 def _attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, exact: bool
 ) -> torch.Tensor:

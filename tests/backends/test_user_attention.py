@@ -1,4 +1,4 @@
-"""Who chose attention gets it from engines too, where blocks are compiled: native's picture with that function."""
+"""Attention that a user chose is an engine's too, where blocks are compiled: native's picture with that function."""
 
 from __future__ import annotations
 
