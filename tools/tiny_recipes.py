@@ -20,6 +20,7 @@ from tiny_transformers import (
     KREA2,
     LTX2,
     LTX23,
+    LTX25,
     MINIMAX_H3,
     MINIMAX_H3_PRUNED,
     QWEN_IMAGE,
@@ -140,6 +141,7 @@ RECIPES: dict[str, Recipe] = {recipe.name: recipe for recipe in (
     Recipe("diffusion_models/tiny_ltx2_interleaved.safetensors", (
         Part("ltx2", 110, LTX2 | {"rope_type": "interleaved"}),)),
     Recipe("diffusion_models/tiny_ltx23.safetensors", (Part("ltx2", 111, LTX23),)),
+    Recipe("diffusion_models/tiny_ltx25.safetensors", (Part("ltx2", 112, LTX25),)),
     Recipe("diffusion_models/tiny_minimax_h3.safetensors", (Part("minimax_h3", 107, MINIMAX_H3),)),
     Recipe("diffusion_models/tiny_minimax_h3_pruned.safetensors", (Part("minimax_h3", 108, MINIMAX_H3_PRUNED),)),
     Recipe("vae/tiny_sdxl_taesd.safetensors", (Part("taesd", 1, {"scale": 0.13025}),)),

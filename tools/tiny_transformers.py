@@ -73,6 +73,9 @@ LTX23 = LTX2 | {"caption_proj_before_connector": True, "cross_attention_adaln": 
                 "connector_attention_head_dim": 32, "audio_connector_num_attention_heads": 2,
                 "audio_connector_attention_head_dim": 16}
 
+#: 2.5; ComfyUI 0.30.0 does not know these two settings, and makes a 2.3 of it.
+LTX25 = LTX23 | {"ff_bias": False, "use_keyframes_abs_pos_embedding": True}
+
 #: What ComfyUI reads off no file of Anima, and the rest of its sizes. What makes its prompts ready is small: ComfyUI
 #: has just one size of it, and runs it by itself.
 ANIMA = {"num_blocks": 2, "num_heads": 2}
