@@ -227,7 +227,7 @@ def _grid(size: Size, place: int, shift: tuple[float, float], device: torch.devi
 
 def _scaled(norm: torch.nn.Module, x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     """Return the norm of ``x`` times 1 + ``scale``, in float32 as native's kernel does."""
-    return (F.layer_norm(x.float(), x.shape[-1:], eps=norm.eps) * (1 + scale.float())).to(x.dtype)
+    return (F.layer_norm(x.float(), norm.normalized_shape, eps=norm.eps) * (1 + scale.float())).to(x.dtype)
 
 
 def _heads(layer: torch.nn.Module, x: torch.Tensor, pe: torch.Tensor) -> list[torch.Tensor]:
@@ -384,6 +384,9 @@ class _OnTokens(torch.nn.Module):
 SIZES = Sizes("Qwen-Image 2.1", 256, 1024, 2048, max_tokens=1024)
 
 FILE_MARKS = ("txt_in.text_norm.",)
+
+KEPT_IN_RUNS = ("prefix_cache", "prefix_cache_enabled", "current_patcher")
+"""Attributes that ComfyUI writes when a run begins, and native in a run: they are no settings of the network."""
 
 NEEDS = (
     "comfy.ldm.flux.layers:EmbedND.forward(self, ids)",

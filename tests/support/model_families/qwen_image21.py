@@ -104,7 +104,7 @@ FAMILY = Family(
     sizes={FILE: Sizes(
         (Picture(2048, 2048, (1,)), Picture(1664, 928, (1,)), Picture(928, 1664, (1,))),
         "up to 2 in a batch, 256 to 2048 px, 50176 tokens with references",
-        "6032 image tokens, 30 tokens", more={"T": 30}, sampled={"B": 1, "N": 72},
+        "6032 image tokens, 30 tokens", more={"T": 30}, sampled={"B": 1, "N": 56},
     )},
     compiled={"one length": {"B": 2, "N": 48, "T": 12}},
 )  # fmt: skip

@@ -25,10 +25,12 @@ def install() -> None:
 
     package = types.ModuleType(PACKAGE)
     package.__spec__, package.__path__ = ModuleSpec(PACKAGE, None, is_package=True), []
-    spec = importlib.util.spec_from_file_location(f"{PACKAGE}.model", Path(__file__).with_name("qwen_image21.py"))
-    module = importlib.util.module_from_spec(spec)
+    module = types.ModuleType(f"{PACKAGE}.model")
+    # code is known to be ComfyUI's own by its file
+    module.__file__ = str(Path(comfy.ldm.__path__[0]) / "qwen_image21" / "model.py")
     sys.modules |= {PACKAGE: package, module.__name__: module}
-    spec.loader.exec_module(module)
+    source = Path(__file__).with_name("qwen_image21.py").read_text(encoding="utf-8")
+    exec(compile(source, module.__file__, "exec"), vars(module))
     comfy.ldm.qwen_image21, package.model = package, module
     own = model_detection.detect_unet_config
 
@@ -79,6 +81,7 @@ def _supported(network: type) -> type:
         def current_patcher(self, patcher: Any) -> None:
             self.__dict__["_patcher"] = patcher
             if "diffusion_model" in self._modules:  # it is set before there is a network, too
+                self.diffusion_model.current_patcher = patcher
                 self.diffusion_model.reset_prefix_cache(patcher is not None and not patcher.hook_patches)
 
         def extra_conds(self, **kwargs: Any) -> dict[str, Any]:

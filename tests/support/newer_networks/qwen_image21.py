@@ -195,6 +195,7 @@ class QwenImage21Transformer2DModel(nn.Module):
         self.proj_out = linear(width, out_channels)
         self.prefix_cache: PrefixCache | None = None
         self.prefix_cache_enabled = False
+        self.current_patcher: Any = None
 
     def reset_prefix_cache(self, enabled: bool) -> None:
         self.prefix_cache, self.prefix_cache_enabled = None, enabled
@@ -283,6 +284,7 @@ class QwenImage21Transformer2DModel(nn.Module):
         numbers = [context.shape[1], *x.shape[-2:], *slots, *(side for r in references for side in r.shape)]
         head = torch.tensor(numbers, dtype=torch.float32).to(context.device).expand(context.shape[0], -1)
         key = torch.cat([head, *(t.float().flatten(1) for t in (context, *references))], 1)
+        assert self.current_patcher is not None  # native asks it for free memory
         cache = self.prefix_cache = self.prefix_cache or PrefixCache(wanted.get("dtype", "default"))
         if (known := cache.find(key)) is not None:
             return known
