@@ -9,7 +9,7 @@ ComfyUI has the network since 0.37, so nothing of it is imported here.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache, partial
 from importlib.util import find_spec
 from typing import Any, ClassVar
@@ -22,16 +22,12 @@ from .. import Role
 from ..blocks import in_blocks
 from ..calls import Binding, EngineCall, PerImagePass, Unsupported, prompt_of, refuse_all_but
 from ..quantised_linear import linear_behind
-from ..shapes import Dim, Picture, Profile, Range, RequestedSizes, Sizes, Symbol, TensorSpec
-from ..sizes import BATCH, IMAGE, LATENT, REFERENCES, ImageTokenSizes
+from ..shapes import Dim, Picture, Range, RequestedSizes, Sizes, Symbol, TensorSpec
+from ..sizes import BATCH, IMAGE, LATENT, PROMPT, REFERENCES, ImageTokenSizes
 from ..token_layers import MOST_KEPT, attended, normed, rotated
 
 PACKAGE = "comfy.ldm.qwen_image21"
 NETWORK, BLOCK = "QwenImage21Transformer2DModel", "QwenImage21TransformerBlock"
-PREFIX = Dim("T")
-"""Tokens before the picture: of the prompt and of references."""
-
-Size = tuple[int, int]
 
 
 @dataclass(frozen=True)
@@ -45,7 +41,7 @@ class QwenImage21(ImageTokenSizes):
     patch = 1
     free: ClassVar[Mapping[str, Range]] = ImageTokenSizes.free | {"T": Range(1, 130, 1 << 18)}
     named: ClassVar[Mapping[str, Symbol]] = ImageTokenSizes.named | {
-        "T": Symbol("tokens of prompt and references", of_picture=False)}
+        "T": Symbol("tokens of prompt and references", of_picture=False)}  # fmt: skip
 
     def matches(self, module: torch.nn.Module) -> bool:
         return _is_native(module, NETWORK) and all(_is_native(block, BLOCK) for block in module.transformer_blocks)
@@ -55,12 +51,13 @@ class QwenImage21(ImageTokenSizes):
         return [*step, _prompt(module, dtype)]
 
     def engine_inputs(self, module: torch.nn.Module, dtype: str) -> list[TensorSpec]:
-        heads, head = _heads_of(module)
+        attention = module.transformer_blocks[0].attn
+        heads, head = attention.heads, attention.norm_q.weight.shape[0]
         return [
             TensorSpec("image", dtype, (BATCH, IMAGE, module.img_in.in_features)),
             TensorSpec("timestep", "float32", (BATCH,), sample="sigma"),
             TensorSpec("pe", "float32", (IMAGE, head // 2, 2), steady=True),
-            *(TensorSpec(name, dtype, (2, BATCH, PREFIX, heads, head)) for name in _prefixes(module)),
+            *(TensorSpec(name, dtype, (2, BATCH, PROMPT, heads, head)) for name in _prefixes(module)),
         ]
 
     def outputs(self, module: torch.nn.Module, dtype: str) -> list[TensorSpec]:
@@ -81,10 +78,8 @@ class QwenImage21(ImageTokenSizes):
 
     def _ranges(self, asked: RequestedSizes) -> dict[str, Range]:
         """See ``NetworkSizes``: three references of the largest size at most."""
-        own = super()._ranges(asked)
-        words = own["T"]
-        batch = Range(1, asked.max_images, 2 * asked.max_images)
-        return {**own, "B": batch, "T": Range(1, words.opt, words.max + REFERENCES * own["N"].max)}
+        own, batch = super()._ranges(asked), Range(1, asked.max_images, 2 * asked.max_images)
+        return {**own, "B": batch, "T": Range(1, own["T"].opt, own["T"].max + REFERENCES * own["N"].max)}
 
     def _batches(self, picture: Picture) -> Sequence[int]:
         """See ``NetworkSizes``: prompts of two lengths are two calls, each with the latent's batch."""
@@ -93,20 +88,9 @@ class QwenImage21(ImageTokenSizes):
     def _several(self, batch: int) -> str:
         return f"up to {batch} in a batch"
 
-    def words(self, profile: Profile) -> str:
-        """See ``Architecture``: ``up to 2 in a batch, 256 to 2048 px, 50176 tokens with references``."""
-        return super().words(profile) + (" with references" if "T" in profile.ranges else "")
-
 
 def _is_native(module: torch.nn.Module, name: str) -> bool:
-    kind = type(module)
-    return (kind.__module__, kind.__name__) == (f"{PACKAGE}.model", name)
-
-
-def _heads_of(module: torch.nn.Module) -> tuple[int, int]:
-    """Return the number of heads and the features of each."""
-    attention = module.transformer_blocks[0].attn
-    return attention.heads, attention.norm_q.weight.shape[0]
+    return (type(module).__module__, type(module).__name__) == (f"{PACKAGE}.model", name)
 
 
 def _prefixes(module: torch.nn.Module) -> tuple[str, ...]:
@@ -117,26 +101,20 @@ def _prompt(module: torch.nn.Module, dtype: str) -> TensorSpec:
     return TensorSpec("context", dtype, (BATCH, Dim("L"), module.txt_in.in_layer.in_features))
 
 
-@dataclass(eq=False)
 class _Before:
     """What keys and values before the picture follow from, besides the prompt. It is compared by its values.
 
-    Attributes:
-        odd: whether height and width of the picture are odd; references are centred on the picture.
+    Args:
+        odd: 1 for a height or width of the picture that is odd; references are centred on the picture.
         slots: places of references among the words.
         references: latents.
-        kept_as: the format in which native keeps keys and values, or None for none.
+        kept_as: the format in which native keeps keys and values, or None for its own.
     """
 
-    odd: tuple[bool, bool]
-    slots: tuple[int, ...]
-    references: list[torch.Tensor]
-    kept_as: str | None = None
-    _key: tuple = field(init=False)
-
-    def __post_init__(self) -> None:
-        self._key = (self.odd if self.references else (), self.slots, self.kept_as,
-                     *((tuple(r.shape), r.dtype, r.device) for r in self.references))  # fmt: skip
+    def __init__(self, odd: tuple[int, int], slots: Sequence[int], references: Sequence[torch.Tensor], kept_as: str | None):
+        self.odd, self.slots, self.references, self.kept_as = odd, slots, references, kept_as
+        like = ((tuple(reference.shape), reference.dtype, reference.device) for reference in references)
+        self._key = (kept_as, *((*odd, *slots, *like) if references else ()))
 
     def __eq__(self, other: object) -> bool:
         same = isinstance(other, _Before) and self._key == other._key
@@ -146,34 +124,22 @@ class _Before:
     def __hash__(self) -> int:
         return hash(self._key)
 
-    def keep(self) -> None:
-        """Take latents of its own: other code may write to the given ones."""
-        self.references = [reference.clone() for reference in self.references]
-
 
 _TAKEN = frozenset({*QwenImage21.arguments, "attention_mask", "ref_latents_method", "crossattn_controlnet"})
 """Arguments that a call may carry. Native looks at none of the last three."""
 
-PATCHES = ("post_input", "single_block", "attn1_patch")
-"""Places of patches inside the network; native's Fun control is such a patch."""
 
-
-def _bind(
-    module: torch.nn.Module, places: Callable[..., torch.Tensor], call: Mapping[str, Any]
-) -> EngineCall:
+def _bind(module: torch.nn.Module, places: Callable[..., torch.Tensor], call: Mapping[str, Any]) -> EngineCall:
     x, context, options = call["x"], prompt_of(call), call.get("transformer_options") or {}
     refuse_all_but(call, _TAKEN)
-    _refuse_patches(options)
     references, words = list(call.get("ref_latents") or ()), context.shape[1]
     if any(latent.ndim != 4 for latent in (x, *references)):
         raise Unsupported("a latent of several pictures in a row")
-    if any(len(reference) != len(x) for reference in references):
-        raise Unsupported("references of another batch")
-    if any(reference.shape[1] != x.shape[1] for reference in references):
-        raise Unsupported("references with other channels than the picture's")
+    if any(reference.shape[:2] != x.shape[:2] for reference in references):
+        raise Unsupported("references of another batch or with other channels")
     slots = tuple([*(call.get("image_slots") or ()), *[words] * len(references)][: len(references)])
-    if list(slots) != sorted(slots) or any(not 0 <= slot <= words for slot in slots):
-        raise Unsupported("references at places outside the prompt")
+    if [0, *slots, words] != sorted([0, *slots, words]):
+        raise Unsupported("references at places outside the prompt, or not in their order")
     if not words:
         raise Unsupported("a prompt without words")
     height, width = x.shape[-2:]
@@ -184,20 +150,12 @@ def _bind(
         "pe": places((height, width), behind, x.device),
         "context": context,
     }
-    before = _Before((height % 2 == 1, width % 2 == 1), slots, references, _kept_as(module, options))
+    before = _Before((height % 2, width % 2), slots, references, _kept_as(module, options))
 
     def finish(outputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
         return outputs["out"].to(x.device, x.dtype).transpose(1, 2).reshape(len(x), -1, height, width)
 
     return EngineCall(inputs, finish, {"context": before})
-
-
-def _refuse_patches(options: Mapping[str, Any]) -> None:
-    patches = options.get("patches") or {}
-    found = [name for name in PATCHES if patches.get(name)]
-    found += ["patches_replace"] if (options.get("patches_replace") or {}).get("dit") else []
-    if found:
-        raise Unsupported(f"a node changes the network inside ({', '.join(found)})")
 
 
 def _kept_as(module: torch.nn.Module, options: Mapping[str, Any]) -> str | None:
@@ -207,7 +165,7 @@ def _kept_as(module: torch.nn.Module, options: Mapping[str, Any]) -> str | None:
     return wanted.get("dtype") if kept and wanted.get("dtype") in ("int8", "int4") else None
 
 
-def _places(embedder: EmbedND, size: Size, first: int, device: torch.device) -> torch.Tensor:
+def _places(embedder: EmbedND, size: tuple[int, int], first: int, device: torch.device) -> torch.Tensor:
     """Return cosine and sine of the angles of a picture's tokens, (tokens, angles, 2)."""
     with torch.inference_mode(False):
         return _turns(embedder, _grid(size, first, (0.0, 0.0), device))
@@ -217,7 +175,7 @@ def _turns(embedder: EmbedND, ids: torch.Tensor) -> torch.Tensor:
     return embedder(ids.unsqueeze(0))[0, 0, ..., 0].contiguous()
 
 
-def _grid(size: Size, place: int, shift: tuple[float, float], device: torch.device) -> torch.Tensor:
+def _grid(size: tuple[int, int], place: int, shift: tuple[float, float], device: torch.device) -> torch.Tensor:
     """Return the places of a picture's tokens, (tokens, 3): one in the row of words, then around the centre."""
     sides = [torch.arange(side, device=device) - (side - side // 2) + more
              for side, more in zip(size, shift, strict=True)]  # fmt: skip
@@ -283,19 +241,17 @@ class _PrefixPass(torch.nn.Module):
         self.layers = torch.nn.ModuleList(map(_PrefixBlock, net.transformer_blocks))
 
     def forward(self, context: torch.Tensor, before: _Before) -> tuple[torch.Tensor, ...]:
-        before.keep()
+        before.references = [latent.clone() for latent in before.references]  # other code may write to the given ones
         parts, ids, segments = zip(*self._parts(context, before), strict=True)
         x, pe = torch.cat(parts, 1), _turns(self.embedder, torch.cat(ids))
         moves = _moves(self, self.time_text_embed(x.new_zeros(1), x.dtype))
         found = []
         for layer in self.layers:
             x, kept = layer(x, moves, pe, segments)
-            found.append(_through(kept, before.kept_as))
+            found.append(kept if before.kept_as is None else _through(kept, before.kept_as))
         return tuple(found)
 
-    def _parts(
-        self, context: torch.Tensor, before: _Before
-    ) -> Iterator[tuple[torch.Tensor, torch.Tensor, tuple[int, bool]]]:
+    def _parts(self, context: torch.Tensor, before: _Before) -> Iterator[tuple[Any, ...]]:
         """Yield runs of words and references in their order: tokens, places, and how many of which kind."""
         norm, device = self.txt_in.text_norm, context.device
         y = normed(context, norm.weight.float() + 1.0, norm.eps).to(context.dtype)
@@ -313,6 +269,11 @@ class _PrefixPass(torch.nn.Module):
                 place += max(size)
 
 
+def _waits(layer: torch.nn.Module, x: torch.Tensor) -> bool:
+    """Tell whether weights wait in main memory, from where they are streamed in each step."""
+    return any(weight.device != x.device for weight in layer.parameters())
+
+
 class _PrefixBlock(torch.nn.Module):
     """Computes a block on prompt and references, and its keys and values."""
 
@@ -323,40 +284,29 @@ class _PrefixBlock(torch.nn.Module):
     def forward(
         self, x: torch.Tensor, moves: Sequence[torch.Tensor], pe: torch.Tensor, segments: Sequence[tuple[int, bool]]
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        weights = dict(self.named_parameters())
-        if any(weight.device != x.device for weight in weights.values()):  # they wait in main memory
-            here = {name: weight.to(x.device) for name, weight in weights.items()}
+        if _waits(self, x):
+            here = {name: weight.to(x.device) for name, weight in self.named_parameters()}
             return torch.func.functional_call(self, here, (x, moves, pe, segments))
         q, k, v = _heads(self.block.attn, _scaled(self.block.img_norm1, x, moves[0]), pe)
         found, start = [], 0
-        for count, is_text in segments:
+        for count, is_text in segments:  # a run of tokens sees all until its end, but words none behind themselves
             end = start + count
-            found.append(_seen(q[:, start:end], k[:, :end], v[:, :end], is_text))
+            mask = torch.ones(count, end, dtype=torch.bool, device=x.device).tril(start) if is_text else None
+            heads = (t.transpose(1, 2) for t in (q[:, start:end], k[:, :end], v[:, :end]))
+            found.append(F.scaled_dot_product_attention(*heads, attn_mask=mask).transpose(1, 2).flatten(2))
             start = end
         return _behind_attention(self.block, x, torch.cat(found, 1), moves), torch.stack([k, v])
 
 
-def _seen(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, is_text: bool) -> torch.Tensor:
-    """Compute attention of a run of tokens to all until its end; of words, to none behind themselves."""
-    if not is_text:
-        return attended(q, k, v)
-    mask = torch.ones(q.shape[1], k.shape[1], dtype=torch.bool, device=q.device).tril(k.shape[1] - q.shape[1])
-    q, k, v = (t.transpose(1, 2) for t in (q, k, v))
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask).transpose(1, 2).flatten(2)
-
-
-def _through(kept: torch.Tensor, form: str | None) -> torch.Tensor:
-    """Return keys and values as native's cache gives them back: rounded where it keeps them in fewer bits."""
-    if form is None:
-        return kept
+def _through(kept: torch.Tensor, form: str) -> torch.Tensor:
+    """Return keys and values as native's cache gives them back, which keeps them in fewer bits."""
     from comfy import quant_ops
 
     rows, group = kept.reshape(-1, kept.shape[-1]), 256
     while group > 4 and rows.shape[1] % group:
         group //= 4
-    if form == "int4":
-        layout, more = quant_ops.TensorCoreConvRotW4A4Layout, {}
-    else:
+    layout, more = quant_ops.TensorCoreConvRotW4A4Layout, {}
+    if form == "int8":
         layout, more = quant_ops.TensorWiseINT8Layout, {"is_weight": True, "per_channel": True, "convrot": True}
     return layout.dequantize(*layout.quantize(rows, convrot_groupsize=group, **more)).reshape(kept.shape).to(kept.dtype)
 

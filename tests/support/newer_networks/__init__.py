@@ -30,7 +30,7 @@ def install() -> None:
     module.__file__ = str(Path(comfy.ldm.__path__[0]) / "qwen_image21" / "model.py")
     sys.modules |= {PACKAGE: package, module.__name__: module}
     source = Path(__file__).with_name("qwen_image21.py").read_text(encoding="utf-8")
-    exec(compile(source, module.__file__, "exec"), vars(module))
+    exec(compile(source, module.__file__, "exec"), vars(module))  # noqa: S102
     comfy.ldm.qwen_image21, package.model = package, module
     own = model_detection.detect_unet_config
 
@@ -62,9 +62,8 @@ def _config(state_dict: dict[str, Any], prefix: str) -> dict[str, Any]:
 
 def _supported(network: type) -> type:
     """Return the entry of ComfyUI's table of models."""
-    from comfy import conds, latent_formats, model_base, supported_models_base
-
     import torch
+    from comfy import conds, latent_formats, model_base, supported_models_base
 
     class Latents(latent_formats.LatentFormat):
         latent_channels, spacial_downscale_ratio = CHANNELS, 16

@@ -174,11 +174,11 @@ class QwenImage21Transformer2DModel(nn.Module):
             """The norms of the operations, on this device."""
 
             @staticmethod
-            def RMSNorm(*args: Any, **options: Any) -> nn.Module:  # noqa: N802
+            def RMSNorm(*args: Any, **options: Any) -> nn.Module:
                 return operations.RMSNorm(*args, **options, **where)
 
             @staticmethod
-            def LayerNorm(*args: Any, **options: Any) -> nn.Module:  # noqa: N802
+            def LayerNorm(*args: Any, **options: Any) -> nn.Module:
                 return operations.LayerNorm(*args, **options, **where)
 
         self.dtype, self.out_channels, self.inner_dim = dtype, out_channels, width
