@@ -108,13 +108,13 @@ class _Before:
         odd: 1 for a height or width of the picture that is odd; references are centred on the picture.
         slots: places of references among the words.
         references: latents.
-        kept_as: the format in which native keeps keys and values, or None for its own.
+        form: the format in which native keeps keys and values, or None for its own.
     """
 
-    def __init__(self, odd: tuple[int, int], slots: Sequence[int], references: Sequence[torch.Tensor], kept_as: str | None):
-        self.odd, self.slots, self.references, self.kept_as = odd, slots, references, kept_as
+    def __init__(self, odd: Sequence[int], slots: Sequence[int], references: Sequence[torch.Tensor], form: str | None):
+        self.odd, self.slots, self.references, self.form = odd, slots, references, form
         like = ((tuple(reference.shape), reference.dtype, reference.device) for reference in references)
-        self._key = (kept_as, *((*odd, *slots, *like) if references else ()))
+        self._key = (form, *((*odd, *slots, *like) if references else ()))
 
     def __eq__(self, other: object) -> bool:
         same = isinstance(other, _Before) and self._key == other._key
@@ -150,7 +150,7 @@ def _bind(module: torch.nn.Module, places: Callable[..., torch.Tensor], call: Ma
         "pe": places((height, width), behind, x.device),
         "context": context,
     }
-    before = _Before((height % 2, width % 2), slots, references, _kept_as(module, options))
+    before = _Before((height % 2, width % 2), slots, references, _form(module, options))
 
     def finish(outputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
         return outputs["out"].to(x.device, x.dtype).transpose(1, 2).reshape(len(x), -1, height, width)
@@ -158,7 +158,7 @@ def _bind(module: torch.nn.Module, places: Callable[..., torch.Tensor], call: Ma
     return EngineCall(inputs, finish, {"context": before})
 
 
-def _kept_as(module: torch.nn.Module, options: Mapping[str, Any]) -> str | None:
+def _form(module: torch.nn.Module, options: Mapping[str, Any]) -> str | None:
     """Return the format of native's cache, in which a user may save memory: ``int8`` or ``int4``, or None."""
     wanted = options.get("qwen_image21_cache") or {}
     kept = getattr(module, "prefix_cache_enabled", False) and wanted.get("device") != "off"
@@ -248,7 +248,7 @@ class _PrefixPass(torch.nn.Module):
         found = []
         for layer in self.layers:
             x, kept = layer(x, moves, pe, segments)
-            found.append(kept if before.kept_as is None else _through(kept, before.kept_as))
+            found.append(kept if before.form is None else _through(kept, before.form))
         return tuple(found)
 
     def _parts(self, context: torch.Tensor, before: _Before) -> Iterator[tuple[Any, ...]]:

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import newer_networks
 import pytest
 import torch
 from comfy.model_patcher import ModelPatcher
@@ -117,7 +118,8 @@ def test_weights_that_wait_in_main_memory_are_brought_for_the_prefix(
 
 
 def test_without_the_network_nothing_happens(monkeypatch: pytest.MonkeyPatch) -> None:
-    name = f"{families.__name__}.qwen_image21"
+    name, ours = f"{families.__name__}.qwen_image21", str(Path(newer_networks.__file__).parent)
+    monkeypatch.setattr(sys, "path", [folder for folder in sys.path if not folder.startswith(ours)])
     for module in [name, *(one for one in sys.modules if one.startswith("comfy.ldm.qwen_image21"))]:
         monkeypatch.delitem(sys.modules, module, raising=False)
     assert needs()["qwen_image21"] == (), "it is imported, and nothing is said to be missing"

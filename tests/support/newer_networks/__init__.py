@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import importlib.util
 import sys
-import types
-from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any
 
@@ -20,18 +18,11 @@ def install() -> None:
     """Let this process's ComfyUI load Qwen-Image 2.1."""
     if importlib.util.find_spec(PACKAGE) is not None:
         return
-    import comfy.ldm
     from comfy import model_detection, supported_models
 
-    package = types.ModuleType(PACKAGE)
-    package.__spec__, package.__path__ = ModuleSpec(PACKAGE, None, is_package=True), []
-    module = types.ModuleType(f"{PACKAGE}.model")
-    # code is known to be ComfyUI's own by its file
-    module.__file__ = str(Path(comfy.ldm.__path__[0]) / "qwen_image21" / "model.py")
-    sys.modules |= {PACKAGE: package, module.__name__: module}
-    source = Path(__file__).with_name("qwen_image21.py").read_text(encoding="utf-8")
-    exec(compile(source, module.__file__, "exec"), vars(module))  # noqa: S102
-    comfy.ldm.qwen_image21, package.model = package, module
+    sys.path.append(str(Path(__file__).with_name("importable")))  # ``comfy`` may lie in several folders
+    importlib.invalidate_caches()
+    network = importlib.import_module(f"{PACKAGE}.model").QwenImage21Transformer2DModel
     own = model_detection.detect_unet_config
 
     def detect(state_dict: dict[str, Any], key_prefix: str, *args: Any, **kwargs: Any) -> dict | None:
@@ -40,7 +31,7 @@ def install() -> None:
         return own(state_dict, key_prefix, *args, **kwargs)
 
     model_detection.detect_unet_config = detect
-    supported_models.models.append(_supported(module.QwenImage21Transformer2DModel))
+    supported_models.models.append(_supported(network))
 
 
 def _config(state_dict: dict[str, Any], prefix: str) -> dict[str, Any]:
