@@ -102,7 +102,7 @@ def _prompt(module: torch.nn.Module, dtype: str) -> TensorSpec:
 
 
 class _Before:
-    """What keys and values before the picture follow from, besides the prompt. It is compared by its values.
+    """Source of keys and values before the picture, besides the prompt. It is compared by its values.
 
     Args:
         odd: 1 for a height or width of the picture that is odd; references are centred on the picture.

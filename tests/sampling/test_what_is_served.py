@@ -219,6 +219,7 @@ ELSEWHERE = {
     "SD1.5 and SD2", "SDXL",  # ``test_parity.py``
     "inpainting and instruct-pix2pix UNets", "union ControlNets",  # further below
     "Qwen-Image and Qwen-Image-Edit",  # ``test_family_prompts.py``
+    "Qwen-Image 2.1 and its Turbo",  # ``test_family_prompts.py``
     "Krea 2",  # ``test_family_prompts.py``
     "Anima",  # ``test_family_prompts.py``
     "Anima with LLLite",  # ``test_absorbed_patches.py``
