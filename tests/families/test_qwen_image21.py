@@ -22,9 +22,9 @@ CACHE = "qwen_image21_cache"
 CALL = FAMILY.calls["two references, odd sides, a batch"]
 
 
-def computed(patched: Patched) -> int:
-    """Prefixes that were computed so far."""
-    return patched.handle.session._live.passes.computed
+def prefixes(patched: Patched) -> Any:
+    """The passes that compute prefixes, and keep them for a run."""
+    return patched.handle.session._live.passes
 
 
 @pytest.mark.parametrize(("name", "count"), [("references", 2), ("references of one length", 1), ("without CFG", 1)])
@@ -35,7 +35,8 @@ def test_a_prefix_is_computed_once_per_conditioning_and_run(
     for runs in (1, 2):
         prompt.sample(patched.model)
         assert patched.counts == (prompt.calls, 0), patched.handle.stats.reasons
-        assert computed(patched) == runs * count
+        assert prefixes(patched).computed == runs * count
+        assert not any(entry.held for entry in prefixes(patched)._caches["context"]._entries), "they go with the run"
 
 
 def keeping(form: str, device: str = "cpu") -> Any:
