@@ -190,6 +190,12 @@ def presets() -> dict[str, tuple[str, RequestedSizes]]:
     return {key: preset for family in _families() for key, preset in getattr(family, "PRESETS", {}).items()}
 
 
+@functools.cache
+def kept_in_runs() -> frozenset[str]:
+    """Return names of attributes in which families' native networks keep results of a run (``KEPT_IN_RUNS``)."""
+    return frozenset().union(*(getattr(family, "KEPT_IN_RUNS", ()) for family in _families()))
+
+
 def may_be_served(tensors: Iterable[str]) -> bool:
     """Tell whether a file with tensors of these names may hold a network of a family. False is certain.
 

@@ -24,6 +24,7 @@ from tiny_transformers import (
     MINIMAX_H3,
     MINIMAX_H3_PRUNED,
     QWEN_IMAGE,
+    QWEN_IMAGE21,
     WAN,
     WAN_5B,
     WAN_I2V,
@@ -117,6 +118,9 @@ RECIPES: dict[str, Recipe] = {recipe.name: recipe for recipe in (
         Part("qwen_image", 91, QWEN_IMAGE | {"in_channels": 64, "num_layers": 2}),)),
     Recipe("controlnet/tiny_qwen_image_control.safetensors", (
         Part("qwen_image_control", 93, QWEN_IMAGE | {"in_channels": 64, "num_layers": 1}),)),
+    Recipe("diffusion_models/tiny_qwen_image21.safetensors", (Part("qwen_image21", 112, QWEN_IMAGE21),)),
+    Recipe("diffusion_models/tiny_qwen_image21_unfused.safetensors", (
+        Part("qwen_image21", 113, QWEN_IMAGE21 | {"fused": False}),)),
     Recipe("diffusion_models/tiny_krea2.safetensors", (Part("krea2", 92, KREA2),)),
     Recipe("diffusion_models/tiny_anima.safetensors", (Part("anima", 94, ANIMA | {"model_channels": 256}),)),
     Recipe("model_patches/tiny_anima_lllite.safetensors", (Part("anima_lllite", 95, ANIMA_LLLITE),)),
