@@ -19,6 +19,7 @@ from typing import Any
 SERVED = {
     "MiniMax H3": r"^minimax_h3",
     "LTX-2": r"^ltx-2(\.[35])?-",
+    "Qwen-Image 2.1": r"^qwen_image_2\.1",
     "Z-Image": r"^z_image",
     "Wan": r"^wan2\.[12]_(?!.*(SCAIL|bernini|animate))",
     "Krea 2": r"^krea2",
