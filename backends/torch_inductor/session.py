@@ -76,6 +76,8 @@ class LiveSession:
         self._live = LiveNetwork(network, self._architecture, precision)
         self._places = WeightPlaces(self._live)
         self._module, self._structure = weakref.ref(network.module), structure_of(network.module)
+        # not when it is collected: that is late, and ComfyUI already loads the next model
+        weakref.finalize(network.module, _close, weakref.ref(self)).atexit = False
         self._sampled_with = weakref.ref(network.patcher)
         self._specs = {spec.name: spec for spec in self._live.inputs}
         steady = [spec.name for spec in self._live.inputs if spec.steady]
@@ -101,13 +103,11 @@ class LiveSession:
     @property
     def name(self) -> str:
         """Return what served, for reports."""
-        engine = self._opened.get(self._last)
-        return "live weights, CUDA graph" if engine is None else engine.folder.name
+        return next((engine.folder.name for engine in self.serving), "live weights, CUDA graph")
 
     @property
     def serving(self) -> list[Engine]:
-        engine = self._opened.get(self._last)
-        return [] if engine is None else [engine]
+        return [self._opened[self._last]] if self._last in self._opened else []
 
     @property
     def loaded(self) -> bool:
@@ -151,9 +151,8 @@ class LiveSession:
         if self.loaded:
             return self._live.bytes + self.graphs.bytes
         patcher = self._sampled_with()
-        if patcher is None or not self.owns_weights(patcher):
-            return 0
-        return self._live.weights.most_bytes
+        owned = patcher is not None and self.owns_weights(patcher)
+        return self._live.weights.most_bytes if owned else 0
 
     def use(self, engines: Sequence[Engine], passed_over: Fallback | None = None) -> None:
         """Take compiled files from these engines, the first that has some sizes; or go without.
@@ -180,10 +179,6 @@ class LiveSession:
         self.graphs.clear()
         if self.device.type == "cuda" and (engine := self._files.get(frozenset())) is not None:  # for every size
             opened_files.ahead(partial(self.backend.open_live, engine, {}, self.device), self.device)
-
-    @property
-    def _uncompiled(self) -> str:
-        return "as a CUDA graph" if self.device.type == "cuda" else "eagerly"
 
     def serves(self, sizes: Mapping[str, int]) -> Fallback | None:
         known = frozen(file_sizes(self._architecture, sizes))
@@ -226,11 +221,10 @@ class LiveSession:
             self._with_memory(self._follow)
 
     def give_back(self, size: int, planning: bool = False) -> int:
-        if planning:
-            size -= self._unused_room()
+        size -= self._unused_room() if planning else 0
+        before = self.bytes
         if size <= 0:
             return 0
-        before = self.bytes
         self.graphs.clear()
         if not self._places.give_back(size):
             self.unload()
@@ -280,11 +274,10 @@ class LiveSession:
 
     def _with_less(self) -> None:
         """Hold less: no graphs, or where there are none, fewer weights."""
-        if len(self.graphs):
-            self.graphs.clear()
-            return
-        self._places.leave_more_free()
-        self.unload()
+        if not len(self.graphs):
+            self._places.leave_more_free()
+            self.unload()
+        self.graphs.clear()
 
     def _call(
         self, given: Mapping[str, torch.Tensor], extras: Mapping[str, Hashable], late: AsyncInputs | None
@@ -358,8 +351,7 @@ class LiveSession:
             self._refuse(engine, error)
             return
         self._opened[sizes] = engine
-        seconds = time.perf_counter() - started
-        log.info("Hybrid TRT: opened %s on %s in %.1f s", engine.folder.name, self.device, seconds)
+        log.info("Hybrid TRT: opened %s on %s in %.1f s", engine.folder.name, self.device, time.perf_counter() - started)
 
     def _refuse(self, engine: Engine, error: Exception) -> None:
         """Go on without an engine whose files cannot be opened, or not run; until it is built again."""
@@ -376,17 +368,17 @@ class LiveSession:
 
     def status(self, wanted: Profile, beyond: str = "run at normal speed") -> str:
         start = f"torch {self._precision} on live weights"
+        plainly = "as a CUDA graph" if self.device.type == "cuda" else "eagerly"
         if self.refusal is not None:
-            return f"{start}, {self._uncompiled}: {self.refusal}; build it again"
+            return f"{start}, {plainly}: {self.refusal}; build it again"
         if not self.engines:
             more = "; build an engine to have it compiled" if self.backend.cannot_build(self.device) is None else ""
             why = f". The engine that is there is not used: {self.passed_over}" if self.passed_over else ""
-            return f"{start}, {self._uncompiled}{more}{why}"
-        streamed = f"; {self.remark}" if self.remark else ""
+            return f"{start}, {plainly}{more}{why}"
         smallest_first = sorted(self.compiled, key=lambda call: math.prod(call.values()))
         words = dict.fromkeys(words_of(self._architecture, call) for call in smallest_first)
         size = sum(engine.manifest.bytes for engine in self.engines)
-        return f"{start}, compiled for {'; '.join(words)}, {size / 1e6:.0f} MB{streamed}"
+        return f"{start}, compiled for {'; '.join(words)}, {size / 1e6:.0f} MB{'; ' * bool(self.remark)}{self.remark}"
 
 
 def live_session(network: NativeNetwork, backend: Compiler, precision: str) -> LiveSession:
@@ -396,15 +388,9 @@ def live_session(network: NativeNetwork, backend: Compiler, precision: str) -> L
         Unavailable: another node replaced a part of the module.
     """
     key = (id(network.module), network.architecture().name, network.role, precision, str(network.device))
-
-    def new() -> LiveSession:
-        session = LiveSession(network, backend, precision)
-        # not when it is collected: that is late, and ComfyUI already loads the next model
-        weakref.finalize(network.module, _close, weakref.ref(session)).atexit = False
-        return session
-
     try:
-        return shared(key, lambda found: found.runs(network.module), new)  # ids come again
+        # ids come again
+        return shared(key, lambda found: found.runs(network.module), lambda: LiveSession(network, backend, precision))
     except ReplacedForward as error:
         raise Unavailable(Reason.MODEL_PATCHED, str(error)) from error
 
