@@ -151,8 +151,7 @@ class LiveSession:
         if self.loaded:
             return self._live.bytes + self.graphs.bytes
         patcher = self._sampled_with()
-        owned = patcher is not None and self.owns_weights(patcher)
-        return self._live.weights.most_bytes if owned else 0
+        return self._live.weights.most_bytes if patcher is not None and self.owns_weights(patcher) else 0
 
     def use(self, engines: Sequence[Engine], passed_over: Fallback | None = None) -> None:
         """Take compiled files from these engines, the first that has some sizes; or go without.
@@ -351,7 +350,8 @@ class LiveSession:
             self._refuse(engine, error)
             return
         self._opened[sizes] = engine
-        log.info("Hybrid TRT: opened %s on %s in %.1f s", engine.folder.name, self.device, time.perf_counter() - started)
+        took = time.perf_counter() - started
+        log.info("Hybrid TRT: opened %s on %s in %.1f s", engine.folder.name, self.device, took)
 
     def _refuse(self, engine: Engine, error: Exception) -> None:
         """Go on without an engine whose files cannot be opened, or not run; until it is built again."""
