@@ -59,6 +59,11 @@ class LTX2(ImageTokenSizes):
             and all(type(block) is BasicAVTransformerBlock for block in module.transformer_blocks)
         )
 
+    def lacking(self, module: torch.nn.Module, settings: Mapping[str, Any]) -> str:
+        """Return why ComfyUI itself computes this file wrongly: older versions pass over settings of LTX-2.5."""
+        known = settings.get("ff_bias", True) or hasattr(module, "ff_bias")
+        return "" if known else "this ComfyUI loads LTX-2.5 with missing weights, so natively videos are wrong too"
+
     def inputs(self, module: LTXAVModel, dtype: str) -> list[TensorSpec]:
         heads, sound_heads = module.num_attention_heads, module.audio_num_attention_heads
         half, sound_half = module.inner_dim // heads // 2, module.audio_inner_dim // sound_heads // 2
