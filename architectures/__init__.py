@@ -64,7 +64,8 @@ class Architecture(Protocol):
 
     The architecture of a network with the companion of a model patch also has ``absorbs``, see ``model_patches``.
     An architecture whose calls may attend to earlier frames has ``keeping_tokens``: module -> the architecture of
-    such calls, or None.
+    such calls, or None. One whose files some versions of ComfyUI load wrongly has ``lacking``: module, settings of the
+    file -> why, or ``""``.
     """
 
     name: str
@@ -189,6 +190,12 @@ def architectures() -> dict[str, Architecture]:
 def presets() -> dict[str, tuple[str, RequestedSizes]]:
     """Return the families' choices of sizes for the page (``PRESETS``): key -> a family's name, and its numbers."""
     return {key: preset for family in _families() for key, preset in getattr(family, "PRESETS", {}).items()}
+
+
+@functools.cache
+def kept_in_runs() -> frozenset[str]:
+    """Return names of attributes in which families' native networks keep results of a run (``KEPT_IN_RUNS``)."""
+    return frozenset().union(*(getattr(family, "KEPT_IN_RUNS", ()) for family in _families()))
 
 
 def may_be_served(tensors: Iterable[str]) -> bool:

@@ -5,9 +5,10 @@ Which function it calls is known when it runs. So code that is compiled with it 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -26,11 +27,11 @@ def called() -> Called | None:
 
 
 @contextmanager
-def calling_users(override: Callable[..., torch.Tensor] | None) -> Iterator[None]:
-    """Let attention inside be that of ComfyUI's process, or of a call's override."""
+def calling_users(extras: Mapping[str, Any], users: bool) -> Iterator[None]:
+    """Let attention inside be that of ComfyUI's process, or a call's override, where ``users`` is set."""
     from comfy.ldm.modules import attention
 
-    with _calling((attention.optimized_attention, override)):
+    with _calling((attention.optimized_attention, extras.get(OVERRIDE)) if users else called()):
         yield
 
 
@@ -42,7 +43,7 @@ def calling_exact() -> Iterator[None]:
 
 
 @contextmanager
-def _calling(what: Called) -> Iterator[None]:
+def _calling(what: Called | None) -> Iterator[None]:
     token = _called.set(what)
     try:
         yield

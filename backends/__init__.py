@@ -141,6 +141,9 @@ class Backend(ABC):
         """Return which package is missing or cannot be loaded, whatever the device, or None."""
         return None
 
+    def get_ready(self) -> None:  # noqa: B027 - most backends have nothing to import
+        """Begin to import what opening an engine takes, beside ComfyUI's loading of models; returns at once."""
+
     @abstractmethod
     def cannot_run(self, device: torch.device) -> Fallback | None:
         """Return why this backend cannot run on a device here, or None when it can."""

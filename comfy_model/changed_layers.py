@@ -203,11 +203,14 @@ def replaced(layer: torch.nn.Module) -> str | None:
 
 @functools.cache
 def left_by_forward(kind: type) -> frozenset[str]:
-    """Return the names of attributes that a class's forward writes: results of its last call, not settings."""
+    """Return the names of attributes that a class's forward writes: results of its last call, not settings.
+
+    Some networks keep results of a run, see ``architectures.kept_in_runs``.
+    """
     functions = [inspect.unwrap(function) for name in COMPUTES if (function := getattr(kind, name, None)) is not None]
     codes = [getattr(function, "__code__", None) for function in functions]
     steps = (step for code in codes if code is not None for step in dis.get_instructions(code))
-    return frozenset(step.argval for step in steps if step.opname == "STORE_ATTR")
+    return architectures.kept_in_runs() | {step.argval for step in steps if step.opname == "STORE_ATTR"}
 
 
 @functools.cache

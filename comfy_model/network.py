@@ -195,6 +195,10 @@ class NativeNetwork:
             architecture = None if able is None else able(self.module)
         if architecture is None:
             raise Unavailable(Reason.UNSUPPORTED_MODEL, f"{self.label} is a {type(self.module).__name__}")
+        if hasattr(architecture, "lacking"):
+            settings = self.patcher.model.model_config.unet_config
+            if lacking := architecture.lacking(self.module, settings):
+                raise Unavailable(Reason.UNSUPPORTED_MODEL, lacking, advice="update ComfyUI")
         for one in (part.patcher for part in self.parts):
             if (fallback := why_reshaped(one)) is not None:
                 raise Unavailable(fallback.reason, fallback.detail, advice=fallback.advice)

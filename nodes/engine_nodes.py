@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from comfy.model_patcher import ModelPatcher
 from comfy_api.latest import io, ui
 
+from ..backends import backends
 from ..comfy_model.network import NativeNetwork
 from ..engine_library import Fallback, Reason, Unavailable
 from ..node_names import CONTROL_INPUTS
@@ -37,6 +38,8 @@ class _BuildingNode(io.ComfyNode):
 
     @classmethod
     def fingerprint_inputs(cls, when_missing: str, **_: object) -> str:
+        for backend in backends().values():  # before any node of the prompt runs
+            backend.get_ready()
         return building.generation(when_missing)
 
 

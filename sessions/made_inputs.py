@@ -34,14 +34,17 @@ Results = tuple[torch.Tensor, ...]
 
 @dataclass
 class _Entry:
-    """The results for a source, with the source's version when they were computed, or its values without versions."""
+    """The results for a source, with the source's version when they were computed, or its values without versions.
+
+    They may be large, so they go when the source goes.
+    """
 
     source: weakref.ref[torch.Tensor]
     version: int | None
     values: torch.Tensor | None
     extra: Hashable
     weights: Hashable
-    results: Results
+    held: list[Results]
 
     def holds(self) -> bool:
         """Return True while the source lives and is unchanged."""
@@ -73,8 +76,9 @@ class ResultCache:
         """
         for entry in self._entries:
             if entry.source() is source and entry.weights == weights and entry.extra == extra and entry.holds():
-                read_by_larger_graph(entry.results)
-                return entry.results
+                (results,) = entry.held
+                read_by_larger_graph(results)
+                return results
         if in_larger_graph():  # the source belongs to the graph: each replay has other values in it
             return self._compute(source, extra)
         alive = (entry for entry in self._entries if entry.weights == weights and entry.source() is not None)
@@ -83,7 +87,8 @@ class ResultCache:
         self.computed += 1
         counts = not source.is_inference()
         as_it_was = (source._version, None) if counts else (None, source.clone())
-        entry = _Entry(weakref.ref(source), *as_it_was, extra, weights, results)
+        held = [results]
+        entry = _Entry(weakref.ref(source, lambda _: held.clear()), *as_it_was, extra, weights, held)
         self._entries = [*self._entries[1 - KEPT_SOURCES :], entry]
         return results
 

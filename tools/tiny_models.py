@@ -35,6 +35,7 @@ from tiny_transformers import (
     krea2_shapes,
     ltx2_shapes,
     minimax_h3_shapes,
+    qwen_image21_shapes,
     qwen_image_control_shapes,
     qwen_image_shapes,
     shapes_of,
@@ -365,7 +366,7 @@ _SHAPES: dict[str, Callable[[dict[str, Any]], Shapes]] = {
     "quantised_flux": partial(_quantised_shapes, of=flux_shapes), "flux_lora": _flux_lora_shapes,
     "qwen_image": qwen_image_shapes, "krea2": krea2_shapes, "qwen_image_control": qwen_image_control_shapes,
     "wan": wan_shapes, "anima": anima_shapes, "anima_lllite": anima_lllite_shapes, "hunyuan": hunyuan_shapes,
-    "minimax_h3": minimax_h3_shapes, "ltx2": ltx2_shapes}
+    "minimax_h3": minimax_h3_shapes, "ltx2": ltx2_shapes, "qwen_image21": qwen_image21_shapes}
 _DRAW: dict[str, Callable[[Part, str, tuple[int, ...]], torch.Tensor]] = {
     "taesd": _draw_taesd, "vae": _draw_vae, "controlnet": _draw_controlnet,
     "flux_pixel_controlnet": _draw_controlnet, "control_lora": _draw_low_rank,

@@ -20,9 +20,11 @@ from tiny_transformers import (
     KREA2,
     LTX2,
     LTX23,
+    LTX25,
     MINIMAX_H3,
     MINIMAX_H3_PRUNED,
     QWEN_IMAGE,
+    QWEN_IMAGE21,
     WAN,
     WAN_5B,
     WAN_I2V,
@@ -116,6 +118,9 @@ RECIPES: dict[str, Recipe] = {recipe.name: recipe for recipe in (
         Part("qwen_image", 91, QWEN_IMAGE | {"in_channels": 64, "num_layers": 2}),)),
     Recipe("controlnet/tiny_qwen_image_control.safetensors", (
         Part("qwen_image_control", 93, QWEN_IMAGE | {"in_channels": 64, "num_layers": 1}),)),
+    Recipe("diffusion_models/tiny_qwen_image21.safetensors", (Part("qwen_image21", 112, QWEN_IMAGE21),)),
+    Recipe("diffusion_models/tiny_qwen_image21_unfused.safetensors", (
+        Part("qwen_image21", 113, QWEN_IMAGE21 | {"fused": False}),)),
     Recipe("diffusion_models/tiny_krea2.safetensors", (Part("krea2", 92, KREA2),)),
     Recipe("diffusion_models/tiny_anima.safetensors", (Part("anima", 94, ANIMA | {"model_channels": 256}),)),
     Recipe("model_patches/tiny_anima_lllite.safetensors", (Part("anima_lllite", 95, ANIMA_LLLITE),)),
@@ -140,6 +145,7 @@ RECIPES: dict[str, Recipe] = {recipe.name: recipe for recipe in (
     Recipe("diffusion_models/tiny_ltx2_interleaved.safetensors", (
         Part("ltx2", 110, LTX2 | {"rope_type": "interleaved"}),)),
     Recipe("diffusion_models/tiny_ltx23.safetensors", (Part("ltx2", 111, LTX23),)),
+    Recipe("diffusion_models/tiny_ltx25.safetensors", (Part("ltx2", 112, LTX25),)),
     Recipe("diffusion_models/tiny_minimax_h3.safetensors", (Part("minimax_h3", 107, MINIMAX_H3),)),
     Recipe("diffusion_models/tiny_minimax_h3_pruned.safetensors", (Part("minimax_h3", 108, MINIMAX_H3_PRUNED),)),
     Recipe("vae/tiny_sdxl_taesd.safetensors", (Part("taesd", 1, {"scale": 0.13025}),)),

@@ -33,6 +33,9 @@ FLUX2 = _FLUX | {"in_channels": 128, "out_channels": 128, "axes_dim": [32] * 4, 
 QWEN_IMAGE = {"attention_head_dim": 32, "num_attention_heads": 2, "joint_attention_dim": 48,
               "axes_dims_rope": [8, 12, 12]}
 
+#: All sizes of Qwen-Image 2.1 are in its file, but for heads' 128 features of rotary embeddings.
+QWEN_IMAGE21 = {"width": 256, "head": 128, "layers": 3, "prompt": 48, "channels": 64}
+
 #: ComfyUI has heads of 128 features in Krea 2, and 20 heads in what reads the prompt. Two queries share keys here.
 KREA2 = {"features": 256, "heads": 2, "kvheads": 1, "layers": 2, "txtdim": 80, "txtlayers": 3}
 
@@ -72,6 +75,9 @@ LTX23 = LTX2 | {"caption_proj_before_connector": True, "cross_attention_adaln": 
                 "connector_apply_gated_attention": True, "caption_projection_first_linear": False,
                 "connector_attention_head_dim": 32, "audio_connector_num_attention_heads": 2,
                 "audio_connector_attention_head_dim": 16}
+
+#: 2.5; ComfyUI 0.30.0 does not know these two settings, and makes a 2.3 of it.
+LTX25 = LTX23 | {"ff_bias": False, "use_keyframes_abs_pos_embedding": True}
 
 #: What ComfyUI reads off no file of Anima, and the rest of its sizes. What makes its prompts ready is small: ComfyUI
 #: has just one size of it, and runs it by itself.
@@ -205,6 +211,25 @@ def qwen_image_shapes(config: dict[str, Any]) -> Shapes:
     from comfy.ldm.qwen_image.model import QwenImageTransformer2DModel
 
     return shapes_of(lambda: QwenImageTransformer2DModel(**config, operations=comfy.ops.disable_weight_init))
+
+
+def qwen_image21_shapes(config: dict[str, Any]) -> Shapes:
+    """Names and shapes of a Qwen-Image 2.1's weights, which the pinned ComfyUI has no network for."""
+    width, head, prompt = config["width"], config["head"], config["prompt"]
+    inside = 3 * width
+    mlp = {"gate_up": (2 * inside, width)} if config.get("fused", True) else dict.fromkeys(
+        ("proj", "gate_layer"), (inside, width))  # fmt: skip
+    block = {**{f"attn.{name}": (width, width) for name in ("to_q", "to_k", "to_v", "to_out.0")},
+             **{f"attn.{name}": (head,) for name in ("norm_q", "norm_k")},
+             **{f"img_mlp.{name}": shape for name, shape in (mlp | {"out": (width, inside)}).items()}}
+    layers = {
+        "time_text_embed.timestep_embedder.linear_1": (width, 256),
+        "time_text_embed.timestep_embedder.linear_2": (width, width), "txt_in.text_norm": (prompt,),
+        "txt_in.in_layer": (width, prompt), "txt_in.out_layer": (width, width), "img_in": (width, config["channels"]),
+        "modulation.1": (4 * width, width), "norm_out.linear": (width, width), "proj_out": (config["channels"], width)}
+    for i in range(config["layers"]):
+        layers |= {f"transformer_blocks.{i}.{name}": shape for name, shape in block.items()}
+    return {f"{name}.weight": shape for name, shape in layers.items()}
 
 
 def qwen_image_control_shapes(config: dict[str, Any]) -> Shapes:

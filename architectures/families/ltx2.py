@@ -1,4 +1,4 @@
-"""LTX-2.0 and 2.3: two streams, of video and of sound, that attend to prompts of their own and to each other."""
+"""LTX-2.0, 2.3 and 2.5: two streams, of video and of sound, that attend to prompts of their own and to each other."""
 
 from __future__ import annotations
 
@@ -55,10 +55,14 @@ class LTX2(ImageTokenSizes):
     def matches(self, module: torch.nn.Module) -> bool:
         return (
             type(module) is LTXAVModel
-            and getattr(module, "keyframes_abs_pos_embedding", None) is None
             and (module.prompt_adaln_single is not None) is bool(module.cross_attention_adaln)
             and all(type(block) is BasicAVTransformerBlock for block in module.transformer_blocks)
         )
+
+    def lacking(self, module: torch.nn.Module, settings: Mapping[str, Any]) -> str:
+        """Return why ComfyUI itself computes this file wrongly: older versions pass over settings of LTX-2.5."""
+        known = settings.get("ff_bias", True) or hasattr(module, "ff_bias")
+        return "" if known else "this ComfyUI loads LTX-2.5 with missing weights, so natively videos are wrong too"
 
     def inputs(self, module: LTXAVModel, dtype: str) -> list[TensorSpec]:
         heads, sound_heads = module.num_attention_heads, module.audio_num_attention_heads
@@ -79,6 +83,7 @@ class LTX2(ImageTokenSizes):
             TensorSpec("pe_cross", dtype, (VIDEO, sound_heads, cross, 2), steady=True),
             TensorSpec("pe_sound_cross", dtype, (SOUND, sound_heads, cross, 2), steady=True),
             TensorSpec("guides", dtype, (GUIDES,)),
+            *([TensorSpec("marks", dtype, (VIDEO,), sample="unit")] if _marks_frames(module) else ()),
         ]
 
     def outputs(self, module: LTXAVModel, dtype: str) -> list[TensorSpec]:
@@ -126,13 +131,29 @@ def _widths_of_prompt(module: LTXAVModel) -> tuple[int, int]:
     return module.inner_dim, module.audio_inner_dim
 
 
+def _marks_frames(module: LTXAVModel) -> bool:
+    """Tell whether tokens of single pictures, as the first frame, get a learned mark: since 2.5."""
+    return getattr(module, "keyframes_abs_pos_embedding", None) is not None
+
+
 def _without_weights(module: LTXAVModel) -> LTXAVModel:
-    """A network with the settings of another and no layers: native's own code makes tokens and places by it."""
+    """A network with the settings of another and no layers: native's own code makes tokens and places by it.
+
+    It notes in ``marks`` which tokens native would mark.
+    """
     found = LTXAVModel.__new__(LTXAVModel)
     torch.nn.Module.__init__(found)
     layers = {"_parameters", "_buffers", "_modules"}
     found.__dict__.update({name: value for name, value in vars(module).items() if name not in layers})
     found.patchify_proj = found.audio_patchify_proj = torch.nn.Identity()
+    found.marks = None
+    if _marks_frames(module):
+
+        def noted(x: torch.Tensor, coordinates: torch.Tensor, **given: Any) -> torch.Tensor:
+            found.marks = found.keyframes_abs_pos_mask(coordinates, **given)[0].float()
+            return x
+
+        found.apply_keyframes_abs_pos_embedding = noted
     return found
 
 
@@ -162,6 +183,8 @@ class _Places:
             made = [turns for stream in shell._prepare_positional_embeddings(found, rate, dtype) for turns, _ in stream]
             names = ("pe", "pe_cross", "pe_sound", "pe_sound_cross")
             self._made = {name: turns[0][..., 0].contiguous() for name, turns in zip(names, made, strict=True)}
+            if shell.marks is not None:
+                self._made["marks"] = shell.marks
         return self._made
 
 
@@ -193,7 +216,7 @@ def _bind(module: LTXAVModel, shell: LTXAVModel, places: _Places, call: Mapping[
     guided = keyframes is not None and keyframes.shape[2] > 0
     if guided:
         video, of_video, own = LTXVModel._process_input(shell, x[0], keyframes, call.get("denoise_mask"), **more)
-        made = {**made, **own}
+        made, marks = {**made, **own}, shell.marks
 
     def coordinates() -> Sequence[torch.Tensor]:
         plain = shell._process_input(x, None, None, ref_audio=reference)[1]
@@ -202,6 +225,8 @@ def _bind(module: LTXAVModel, shell: LTXAVModel, places: _Places, call: Mapping[
     rate, sizes = call.get("frame_rate", SECOND), (video.shape[1], *x[0].shape[2:], sound.shape[1], video.device)
     inputs = {"video": video, "sound": sound, "guides": _guides(shell, video, options, {**more, **made})}
     inputs |= places.of(shell, sizes, rate, video.dtype, coordinates, guided)
+    if guided and marks is not None:
+        inputs["marks"] = marks
     inputs["context"], inputs["sound_context"] = context.split(widths, -1)
     time, sound_time = _timesteps(call)
     frame = x[0].shape[3] * x[0].shape[4]

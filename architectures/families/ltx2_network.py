@@ -166,7 +166,7 @@ class OnTokens(torch.nn.Module):
         self, video: torch.Tensor, sound: torch.Tensor, context: torch.Tensor, sound_context: torch.Tensor,
         times: torch.Tensor, sound_times: torch.Tensor, clocks: torch.Tensor, sound_clocks: torch.Tensor,
         pe: torch.Tensor, pe_sound: torch.Tensor, pe_cross: torch.Tensor, pe_sound_cross: torch.Tensor,
-        guides: torch.Tensor,
+        guides: torch.Tensor, marks: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
         net, dtype = self.net, video.dtype
         if net.caption_proj_before_connector is False:
@@ -189,6 +189,8 @@ class OnTokens(torch.nn.Module):
                  net.av_ca_audio_scale_shift_adaln_single, net.av_ca_v2a_gate_adaln_single, sound_times, times))
         )
         x, heard = net.patchify_proj(video), net.audio_patchify_proj(sound)
+        if marks is not None:
+            x = x + marks.unsqueeze(-1).to(x.dtype) * net.keyframes_abs_pos_embedding.to(x.dtype)
         for block in net.transformer_blocks:
             x, heard = block(x, heard, seen, said, guides if guides.shape[0] else None)
         out = self._out(net.norm_out, net.scale_shift_table, x, last, rows)

@@ -51,6 +51,10 @@ class TorchBackend(LiveCompiler):
         major, minor = torch.cuda.get_device_capability(device)
         return f"{torch.cuda.get_device_name(device)}, {major}.{minor}"
 
+    def get_ready(self) -> None:
+        if torch.cuda.is_available():
+            opened_files.import_ahead()
+
     def cannot_run(self, device: torch.device) -> Fallback | None:
         if device.type not in ("cuda", "cpu"):
             return Fallback(Reason.BACKEND_MISSING, f"the torch backend has not been tried on {device.type}")

@@ -11,16 +11,13 @@ import pickle
 import re
 import tempfile
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
 from ...architectures import user_attention
 from ...architectures.blocks import Form, put_together, take_apart, words_of
@@ -28,7 +25,8 @@ from ...comfy_model.structure_hash import structure_lines
 from ...comfy_model.torch_kernels import best_attention
 from .cache_folder import keep_others_out
 from .compiled import KINDS_HEADER, by_inductor, let_kernels_be_recorded, lifted, traced
-from .kinds import Kind, Place
+from .free_dimensions import FreeDimensions
+from .kinds import Kind
 
 _NUMBER = re.compile(r" (layer|block)_id \d+")
 """A setting of a block that is its number; no block computes with it."""
@@ -98,89 +96,51 @@ def contents_of(of: Sequence[tuple[int, ...]], kinds: Sequence[Kind]) -> bytes:
 
 
 def calls_of_blocks(function: torch.nn.Module, given: Sequence[torch.Tensor]) -> list[Call]:
-    """Return the calls of the blocks in a call of the network."""
-    found: dict[int, Call] = {}
+    """Return the calls of the blocks in a call of the network.
 
-    def note(number: int, _block: torch.nn.Module, args: tuple, kwargs: dict) -> None:
+    On the meta device a block that is called as one like it before does not run: its results have the same shapes.
+    """
+    found: dict[int, Call] = {}
+    known: dict[tuple, Any] = {}
+
+    def noted(number: int, structure: tuple, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         tensors: list[torch.Tensor] = []
         form = take_apart((args, kwargs), tensors)
         found[number] = Call(form, tuple(t.contiguous().to("meta") for t in tensors))
+        if not all(t.is_meta for t in tensors):
+            return forward(*args, **kwargs)
+        key = structure, words_of(form), tuple((t.shape, t.stride(), t.dtype) for t in tensors)
+        if key not in known:
+            known[key] = forward(*args, **kwargs)
+        return known[key]
 
-    hooks = [block.register_forward_pre_hook(partial(note, number), with_kwargs=True)
-             for number, block in enumerate(function.blocks)]  # fmt: skip
+    own = [vars(block).get("forward") for block in function.blocks]
+    for number, block in enumerate(function.blocks):
+        block.forward = partial(noted, number, _layers_of(block), block.forward)
     try:
         with torch.inference_mode():
             function(*given)
     finally:
-        for hook in hooks:
-            hook.remove()
+        for block, forward in zip(function.blocks, own, strict=True):
+            del block.forward
+            if forward is not None:
+                block.forward = forward
     return [found[number] for number in range(len(function.blocks))]
+
+
+def _layers_of(block: torch.nn.Module) -> tuple:
+    """Return what tells a block's layers, their settings and weights, but for its number."""
+    structure = tuple(line for line in structure_lines(block) if not _NUMBER.fullmatch(line))
+    return structure, tuple((name, weight.dtype) for name, weight in lifted(block).items())
 
 
 def _kinds_of(block: torch.nn.Module, calls: Sequence[Call]) -> dict[tuple, list[Call]]:
     """The kinds of a block, which its layers and the ways to call it tell, and the calls of each."""
-    structure = tuple(line for line in structure_lines(block) if not _NUMBER.fullmatch(line))
-    layers = structure, tuple((name, weight.dtype) for name, weight in lifted(block).items())
+    layers = _layers_of(block)
     found: dict[tuple, list[Call]] = {}
     for call in calls:
         found.setdefault((*layers, call.alike), []).append(call)
     return found
-
-
-class FreeDimensions:
-    """The dimensions that a kind leaves free: their size differs from run to run."""
-
-    def __init__(self, calls: Sequence[Call]):
-        """
-        Args:
-            calls: of one block, the one to compile for first.
-        """
-        self.fixed: dict[Place, int] = {}
-        self.alike: list[tuple[Place, Place]] = []
-        self.free: dict[str, Place] = {}
-        self._groups: dict[tuple[int, ...], Place] = {}
-        self._axes: dict[int, set[int]] = {}
-        for number, tensor in enumerate(calls[0].inputs):
-            for axis in range(tensor.ndim):
-                self._sort((number, axis), tuple(call.inputs[number].shape[axis] for call in calls))
-        if len({sizes[0] for sizes in self._groups}) < len(self._groups):
-            raise ValueError(f"sizes that differ are alike in the call to compile for: {list(self._groups)}")
-        self._environment = ShapeEnv()
-        self._mode = FakeTensorMode(shape_env=self._environment)
-
-    def _sort(self, place: Place, sizes: tuple[int, ...]) -> None:
-        if len(set(sizes)) == 1:
-            self.fixed[place] = sizes[0]
-            return
-        self._axes.setdefault(place[0], set()).add(place[1])
-        if sizes in self._groups:
-            self.alike.append((self._groups[sizes], place))
-        self._groups.setdefault(sizes, place)
-
-    def examples(self, weights: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Weights and inputs as fake tensors; dimensions of one size share a symbol."""
-        found = [self._fake(tensor, set()) for tensor in weights]
-        for number, tensor in enumerate(inputs):
-            axes = self._axes.get(number, set())
-            fake = self._fake(tensor, axes)
-            self.free |= {str(fake.shape[axis]): (number, axis) for axis in axes}
-            found.append(fake)
-        return found
-
-    def _fake(self, tensor: torch.Tensor, free: set[int]) -> torch.Tensor:
-        sizes = [DimDynamic.DUCK if axis in free else DimDynamic.STATIC for axis in range(tensor.ndim)]
-        return self._mode.from_tensor(tensor, symbolic_context=StatelessSymbolicContext(dynamic_sizes=sizes))
-
-    @contextmanager
-    def known_to_inductor(self) -> Iterator[None]:
-        """Inside, Inductor knows the examples' sizes as free."""
-        with torch._guards.tracing(torch._guards.TracingContext(self._mode)):
-            yield
-
-    @property
-    def conditions(self) -> list:
-        """All that trace and Inductor have taken for granted about the sizes."""
-        return list(dict.fromkeys(guard.expr for guard in self._environment.guards))
 
 
 class BlockFunction(torch.nn.Module):
@@ -209,7 +169,7 @@ def compiled(alike: Alike, function: BlockFunction, inputs: Sequence[torch.Tenso
     """
     keep_others_out()
     let_kernels_be_recorded()
-    weights, free = lifted(function), FreeDimensions(alike.calls)
+    weights, free = lifted(function), FreeDimensions([call.inputs for call in alike.calls])
     with torch.inference_mode(False), torch.no_grad(), best_attention(inputs[0].device, attention):
         graph, given = traced(function, list(weights.values()), list(weights), inputs, (), free=free)
         made = by_inductor(graph, given, free)

@@ -29,7 +29,7 @@ from . import graph_passes, inductor_tuning, parts
 from .cache_folder import keep_others_out
 
 if TYPE_CHECKING:
-    from .compile_kinds import FreeDimensions
+    from .free_dimensions import FreeDimensions
 
 log = logging.getLogger(__name__)
 

@@ -24,13 +24,12 @@ from .compiled import parameters_of
 if TYPE_CHECKING:
     import sympy
 
+    from .free_dimensions import Place
+
 log = logging.getLogger(__name__)
 
 MOST_KEPT = 1024
 """Calls of which it is remembered what serves them."""
-
-Place = tuple[int, int]
-"""An input of a block and one of its dimensions."""
 
 
 @dataclass(frozen=True)

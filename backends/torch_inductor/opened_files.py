@@ -9,6 +9,7 @@ another GPU that number is replaced. Kernels themselves are the same for all GPU
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import io
 import logging
@@ -17,7 +18,7 @@ import re
 import tempfile
 import threading
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -83,6 +84,20 @@ def ahead(open_file: Callable[[], object], device: torch.device) -> threading.Th
             log.info("Hybrid TRT: a compiled file was not opened ahead of its first call (%s)", error)
 
     thread = threading.Thread(target=opening, name="hybrid-trt-opens", daemon=True)
+    thread.start()
+    return thread
+
+
+@functools.cache
+def import_ahead() -> threading.Thread:
+    """Import torch's compiler in a thread, once in this process: opening a file needs it, and it takes a second."""
+
+    def importing() -> None:
+        with suppress(ImportError):  # opening says what is missing
+            import torch._functorch._aot_autograd.aot_autograd_result
+            import torch._inductor.config  # noqa: F401
+
+    thread = threading.Thread(target=importing, name="hybrid-trt-imports", daemon=True)
     thread.start()
     return thread
 

@@ -7,13 +7,11 @@ import math
 import time
 import weakref
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from contextlib import nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import torch
 
-from ...architectures.blocks import OVERRIDE
 from ...architectures.calls import AsyncInputs, Call, UncoveredCall, file_sizes, lacking_words, words_of
 from ...architectures.shapes import Profile
 from ...architectures.user_attention import called, calling_users
@@ -79,6 +77,7 @@ class LiveSession:
         self._live = LiveNetwork(network, self._architecture, precision)
         self._places = WeightPlaces(self._live)
         self._module, self._structure = weakref.ref(network.module), structure_of(network.module)
+        weakref.finalize(network.module, _close, weakref.ref(self)).atexit = False  # being collected is too late
         self._sampled_with = weakref.ref(network.patcher)
         self._specs = {spec.name: spec for spec in self._live.inputs}
         self.calls_attention = bool(self._live.blocks) and network.own_attention
@@ -105,13 +104,11 @@ class LiveSession:
     @property
     def name(self) -> str:
         """Return what served, for reports."""
-        engine = self._opened.get(self._last)
-        return "live weights, CUDA graph" if engine is None else engine.folder.name
+        return next((engine.folder.name for engine in self.serving), "live weights, CUDA graph")
 
     @property
     def serving(self) -> list[Engine]:
-        engine = self._opened.get(self._last)
-        return [] if engine is None else [engine]
+        return [self._opened[self._last]] if self._last in self._opened else []
 
     @property
     def loaded(self) -> bool:
@@ -155,9 +152,7 @@ class LiveSession:
         if self.loaded:
             return self._live.bytes + self.graphs.bytes
         patcher = self._sampled_with()
-        if patcher is None or not self.owns_weights(patcher):
-            return 0
-        return self._live.weights.most_bytes
+        return self._live.weights.most_bytes if patcher is not None and self.owns_weights(patcher) else 0
 
     def use(self, engines: Sequence[Engine], passed_over: Fallback | None = None) -> None:
         """Take compiled files from these engines, the first that has some sizes; or go without.
@@ -184,10 +179,6 @@ class LiveSession:
         self.graphs.clear()
         if self.device.type == "cuda" and (engine := self._files.get(frozenset())) is not None:  # for every size
             opened_files.ahead(partial(self.backend.open_live, engine, {}, self.device), self.device)
-
-    @property
-    def _uncompiled(self) -> str:
-        return "as a CUDA graph" if self.device.type == "cuda" else "eagerly"
 
     def serves(self, sizes: Mapping[str, int]) -> Fallback | None:
         known = frozen(file_sizes(self._architecture, sizes))
@@ -230,11 +221,10 @@ class LiveSession:
             self._with_memory(self._follow)
 
     def give_back(self, size: int, planning: bool = False) -> int:
-        if planning:
-            size -= self._unused_room()
+        size -= self._unused_room() if planning else 0
+        before = self.bytes
         if size <= 0:
             return 0
-        before = self.bytes
         self.graphs.clear()
         if not self._places.give_back(size):
             self.unload()
@@ -258,14 +248,11 @@ class LiveSession:
         self._live.move_out(())
 
     def run(
-        self,
-        given: Mapping[str, torch.Tensor],
-        extras: Mapping[str, Hashable] | None = None,
+        self, given: Mapping[str, torch.Tensor], extras: Mapping[str, Hashable] | None = None,
         late: AsyncInputs | None = None,
-    ) -> dict[str, torch.Tensor]:
-        extras = extras or {}
-        with calling_users(extras.get(OVERRIDE)) if self.calls_attention else nullcontext():
-            return self._with_memory(lambda: self._call(given, extras, late))
+    ) -> dict[str, torch.Tensor]:  # fmt: skip
+        with calling_users(extras or {}, self.calls_attention):
+            return self._with_memory(lambda: self._call(given, extras or {}, late))
 
     def _with_memory(self, start: Callable[[], Result]) -> Result:
         """Return ``start()``; where memory lacks, once more when all is closed and ComfyUI has freed its share."""
@@ -286,11 +273,10 @@ class LiveSession:
 
     def _with_less(self) -> None:
         """Hold less: no graphs, or where there are none, fewer weights."""
-        if len(self.graphs):
-            self.graphs.clear()
-            return
-        self._places.leave_more_free()
-        self.unload()
+        if not len(self.graphs):
+            self._places.leave_more_free()
+            self.unload()
+        self.graphs.clear()
 
     def _call(
         self, given: Mapping[str, torch.Tensor], extras: Mapping[str, Hashable], late: AsyncInputs | None
@@ -364,8 +350,8 @@ class LiveSession:
             self._refuse(engine, error)
             return
         self._opened[sizes] = engine
-        seconds = time.perf_counter() - started
-        log.info("Hybrid TRT: opened %s on %s in %.1f s", engine.folder.name, self.device, seconds)
+        took = time.perf_counter() - started
+        log.info("Hybrid TRT: opened %s on %s in %.1f s", engine.folder.name, self.device, took)
 
     def _refuse(self, engine: Engine, error: Exception) -> None:
         """Go on without an engine whose files cannot be opened, or not run; until it is built again."""
@@ -382,17 +368,17 @@ class LiveSession:
 
     def status(self, wanted: Profile, beyond: str = "run at normal speed") -> str:
         start = f"torch {self._precision} on live weights"
+        plainly = "as a CUDA graph" if self.device.type == "cuda" else "eagerly"
         if self.refusal is not None:
-            return f"{start}, {self._uncompiled}: {self.refusal}; build it again"
+            return f"{start}, {plainly}: {self.refusal}; build it again"
         if not self.engines:
             more = "; build an engine to have it compiled" if self.backend.cannot_build(self.device) is None else ""
             why = f". The engine that is there is not used: {self.passed_over}" if self.passed_over else ""
-            return f"{start}, {self._uncompiled}{more}{why}"
-        streamed = f"; {self.remark}" if self.remark else ""
+            return f"{start}, {plainly}{more}{why}"
         smallest_first = sorted(self.compiled, key=lambda call: math.prod(call.values()))
         words = dict.fromkeys(words_of(self._architecture, call) for call in smallest_first)
         size = sum(engine.manifest.bytes for engine in self.engines)
-        return f"{start}, compiled for {'; '.join(words)}, {size / 1e6:.0f} MB{streamed}"
+        return f"{start}, compiled for {'; '.join(words)}, {size / 1e6:.0f} MB{'; ' * bool(self.remark)}{self.remark}"
 
 
 def live_session(network: NativeNetwork, backend: Compiler, precision: str) -> LiveSession:
@@ -401,17 +387,10 @@ def live_session(network: NativeNetwork, backend: Compiler, precision: str) -> L
     Raises:
         Unavailable: another node replaced a part of the module.
     """
-    key = (id(network.module), network.architecture().name, network.role, precision, str(network.device),
+    key = (id(network.module), network.architecture().name, network.role, precision, network.device,
            network.live_layout)  # fmt: skip
-
-    def new() -> LiveSession:
-        session = LiveSession(network, backend, precision)
-        # not when it is collected: that is late, and ComfyUI already loads the next model
-        weakref.finalize(network.module, _close, weakref.ref(session)).atexit = False
-        return session
-
-    try:
-        return shared(key, lambda found: found.runs(network.module), new)  # ids come again
+    try:  # ids come again
+        return shared(key, lambda found: found.runs(network.module), lambda: LiveSession(network, backend, precision))
     except ReplacedForward as error:
         raise Unavailable(Reason.MODEL_PATCHED, str(error)) from error
 

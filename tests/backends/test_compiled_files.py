@@ -10,6 +10,7 @@ import pytest
 import torch
 from hybrid_trt.backends.torch_inductor import compiled, opened_files
 from hybrid_trt.engine_library import BuildError
+from hybrid_trt.nodes.engine_nodes import TRTAccelerate
 
 if not compiled.can_compile():
     pytest.skip("this torch is too old to compile to a file", allow_module_level=True)
@@ -115,3 +116,16 @@ def test_a_file_that_was_opened_is_not_opened_again_in_this_process(
     assert_computes_the_same(opened)
     with pytest.raises(pytest.fail.Exception, match="opened again"):
         opened_files.open_contents(file.read_bytes() + b" ", cpu)
+
+
+@pytest.mark.parametrize("on_gpu", [True, False])
+def test_a_queued_prompt_has_torchs_compiler_imported_beside_the_loading_of_its_model(
+    monkeypatch: pytest.MonkeyPatch, on_gpu: bool
+) -> None:
+    started: list[str] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: on_gpu)
+    monkeypatch.setattr(opened_files.threading.Thread, "start", lambda thread: started.append(thread.name))
+    opened_files.import_ahead.cache_clear()
+    for _ in range(2):
+        TRTAccelerate.fingerprint_inputs(when_missing="use native")
+    assert started == ["hybrid-trt-imports"] * on_gpu

@@ -174,6 +174,14 @@ def test_the_hint_cache_is_bounded_and_never_trusts_a_reused_address() -> None:
     assert len(cache._entries) <= 4
 
 
+def test_results_go_with_their_source() -> None:
+    cache, hint = ResultCache(lambda hint, _: (hint * 2,)), torch.ones(3)
+    found = weakref.ref(cache.get(hint, None, 0)[0])
+    assert cache.get(hint, None, 0)[0] is found()
+    del hint
+    assert found() is None
+
+
 @COMPILES
 def test_the_backend_is_chosen_by_name_only_on_a_cpu() -> None:
     assert "torch" not in [b.name for b in usable_backends(AUTO, CPU)]

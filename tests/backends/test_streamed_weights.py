@@ -74,6 +74,7 @@ def session(network: NativeNetwork, engine: Engine, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(weight_places, "STREAMED_FROM", 0)
     monkeypatch.setattr(session_module, "_refused", {})
     monkeypatch.setattr(model_management, "MAX_PINNED_MEMORY", 1 << 34)  # in tests ComfyUI itself is on the CPU
+    monkeypatch.setattr(live_session, "room_to_compute", lambda _: 0)  # a GPU's is larger than all weights here
     monkeypatch.setattr(LiveSession, "owns_weights", lambda *_: True)
     return opened(network, engine)
 

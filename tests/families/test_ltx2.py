@@ -13,7 +13,8 @@ from comfy.nested_tensor import NestedTensor
 from dynamic_vram import on_cpu
 from family_contract import ACTS, LIMIT, Prompt, drawing, lora_of
 from hybrid_trt.comfy_model.network import NativeNetwork
-from model_families.ltx2 import FAMILY, FILE, LTX23, guides
+from hybrid_trt.engine_library import Unavailable
+from model_families.ltx2 import FAMILY, FILE, KNOWS_25, LTX23, guides
 from token_calls import Patched, network_of
 
 from sampling import error
@@ -34,6 +35,17 @@ def test_rotary_embeddings_are_made_once_for_a_run_and_anew_for_other_guides(mod
 def masked(video: torch.Tensor, prompt: Prompt) -> NestedTensor:
     """A mask of a video, and of all of its sound."""
     return NestedTensor((video, torch.ones(1, 1, prompt.sound[2], 1)))
+
+
+def test_a_version_of_comfyui_that_does_not_know_a_file_is_a_reason(models: dict[str, Path]) -> None:
+    """Such as 0.30.0 for LTX-2.5, whose linear layers have no biases: it leaves random numbers there."""
+    network = network_of(models, FILE)
+    network.patcher.model.model_config.unet_config["ff_bias"] = False
+    if KNOWS_25:
+        assert network.architecture().name == "ltx2"
+    else:
+        with pytest.raises(Unavailable, match="missing weights"):
+            network.architecture()
 
 
 @pytest.mark.parametrize("file", [FILE, LTX23])

@@ -34,6 +34,12 @@ FLUX = XL.but(family="flux1", cfg=1.0)
 FLUX_VAE = "tiny_flux_kl"
 SD15 = Scenario(width=64, height=64, controls=(), settings=BUILD, steps=2)
 QWEN = SD15.but(family="qwen", unet="tiny_qwen_image", loader="TestTokenNetwork")
+QWEN21 = SD15.but(family="qwen_image21", unet="tiny_qwen_image21", loader="TestTokenNetwork", cfg=4.0)
+EDIT = {
+    "text": node("TestConditioning", tokens=30, width=48, pooled=0, seed=1),
+    "reference": node("TestLatent", seed=3, width=5, height=7, channels=64),
+    "positive": node("ReferenceLatent", conditioning=["text", 0], latent=["reference", 0]),
+}
 KREA2 = SD15.but(family="krea2", unet="tiny_krea2")
 ANIMA = SD15.but(family="anima", unet="tiny_anima", loader="TestTokenNetwork")
 HUNYUAN = SD15.but(family="hunyuan", unet="tiny_hunyuan_video15", length=9)
@@ -110,6 +116,13 @@ KINDS = {
         QWEN.but(tokens=(9, 30)),
         QWEN.but(width=136, height=120, batch=2, tokens=(77, 77)),
         QWEN.but(tokens=(130, 9), settings=TORCH),
+    ]),
+    "Qwen-Image 2.1 and its Turbo": Kind([
+        QWEN21.but(tokens=(9, 30)),
+        QWEN21.but(width=208, height=176, batch=2, tokens=(77, 77)),
+        QWEN21.but(tokens=(130, 9), settings=TORCH),
+        QWEN21.but(parts=EDIT, settings=TORCH),
+        QWEN21.but(parts=EDIT, settings=TORCH, cfg=1.0, unet="tiny_qwen_image21_unfused"),
     ]),
     "Krea 2": Kind([
         KREA2.but(tokens=(9, 30)),
@@ -206,6 +219,7 @@ ELSEWHERE = {
     "SD1.5 and SD2", "SDXL",  # ``test_parity.py``
     "inpainting and instruct-pix2pix UNets", "union ControlNets",  # further below
     "Qwen-Image and Qwen-Image-Edit",  # ``test_family_prompts.py``
+    "Qwen-Image 2.1 and its Turbo",  # ``test_family_prompts.py``
     "Krea 2",  # ``test_family_prompts.py``
     "Anima",  # ``test_family_prompts.py``
     "Anima with LLLite",  # ``test_absorbed_patches.py``

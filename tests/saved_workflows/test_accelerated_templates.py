@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import template_clicks
 from comfy_process import ComfyProcess
 from hybrid_trt.saved_workflows.accelerate import accelerate
-from hybrid_trt.saved_workflows.graph import Workflow
+from hybrid_trt.saved_workflows.graph import Workflow, WorkflowError
 from hybrid_trt.saved_workflows.to_prompt import is_link, to_prompt
 from scenarios import CONDITIONING, SETTINGS, latent_of, node, relative_difference
 
@@ -56,6 +57,40 @@ def tiny(prompt: dict[str, Any]) -> dict[str, Any]:
 
 def test_there_are_templates_of_served_families() -> None:
     assert len(TEMPLATES) >= 5
+
+
+def test_one_click_puts_an_engine_before_each_sampler_of_every_template_of_a_served_family(
+    object_info: dict[str, Any],
+) -> None:
+    """Of templates with nodes that this ComfyUI does not have, only that something is added can be said."""
+    plain, seen = [], 0
+    for path in sorted(template_clicks.templates().glob("*.json")):
+        workflow = json.loads(path.read_text(encoding="utf-8"))
+        if not (isinstance(workflow, dict) and any(map(
+                template_clicks.family_of, template_clicks.diffusion_files(workflow)))):  # fmt: skip
+            continue
+        plain += [] if accelerate(Workflow(workflow)) else [path.stem]
+        try:
+            prompt = to_prompt(workflow, object_info)
+        except WorkflowError:
+            continue
+        seen += 1
+        plain += [f"{path.stem}: {entry['class_type']}" for entry in prompt.values()
+                  if re.search("Sampler|Guider", entry["class_type"]) and any(
+                      name.startswith("model") and unaccelerated(prompt, value)
+                      for name, value in entry["inputs"].items())]  # fmt: skip
+    assert plain == []
+    assert seen > 80
+
+
+def unaccelerated(prompt: dict[str, Any], value: Any) -> bool:
+    """Tell whether a model comes from a loader of a served family without passing an engine's node."""
+    while is_link(value) and (entry := prompt[value[0]])["class_type"] != "TRTAccelerate":
+        if entry["class_type"] in template_clicks.LOADERS:
+            names = (str(name).rpartition("/")[2] for name in entry["inputs"].values())
+            return any(map(template_clicks.family_of, names))
+        value = entry["inputs"].get("model")
+    return False
 
 
 @pytest.mark.parametrize("name", TEMPLATES)

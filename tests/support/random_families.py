@@ -43,6 +43,8 @@ LLLITE = ("tiny_anima_lllite", "tiny_anima_lllite_other", "tiny_anima_lllite_inp
 AURA = ("ModelSamplingAuraFlow", ("model",), (("shift", 3.0),))
 SHIFT = ("ModelSamplingSD3", ("model",), (("shift", 5.0),))
 FLUX = ("ModelSamplingFlux", ("model",), (("max_shift", 1.15), ("base_shift", 0.5), ("width", 512), ("height", 512)))
+LTX = ("ModelSamplingLTXV", ("model",), (("max_shift", 2.05), ("base_shift", 0.95)))
+SHIFTS = ("MiniMaxH3SigmaShift", ("model",), (("shift_video", 5.0), ("shift_audio", 2.0)))
 WINDOWS = ("WanContextWindowsManual", ("model",), (
     ("context_length", 5), ("context_overlap", 4), ("context_schedule", "standard_static"), ("context_stride", 1),
     ("closed_loop", False), ("fuse_method", "pyramid"), ("freenoise", False), ("retain_first_frame", False),
@@ -69,6 +71,12 @@ FAMILIES: dict[str, Family] = {
                   lora="random_tiny_wan", step=16, nodes=(SHIFT, WINDOWS), video=True),
     "hunyuan": Family(("tiny_hunyuan_video15", "tiny_hunyuan_video15_sr", "tiny_hunyuan_video"), "hunyuan",
                       "tiny_qwen_vae", lora="random_tiny_hunyuan_video15", step=16, nodes=(SHIFT,), video=True),
+    "ltx2": Family(("tiny_ltx2", "tiny_ltx2_interleaved", "tiny_ltx23"), "ltx2", "tiny_qwen_vae",
+                   lora="random_tiny_ltx2", step=32, nodes=(LTX,), video=True),
+    "minimax_h3": Family(("tiny_minimax_h3", "tiny_minimax_h3_pruned"), "minimax_h3", "tiny_qwen_vae",
+                         lora="random_tiny_minimax_h3", step=32, nodes=(SHIFTS,), video=True),
+    "qwen_image21": Family(("tiny_qwen_image21", "tiny_qwen_image21_unfused"), "qwen_image21", "tiny_qwen_vae",
+                           "TestTokenNetwork", "random_tiny_qwen_image21", step=16, methods=("",), nodes=(AURA,)),
 }  # fmt: skip
 RELAYS = {"tiny_zimage": "zimage", "tiny_flux1_schnell_unet": "flux1", "tiny_flux1_unet": "flux1"}
 """Models whose latents those with 16 channels can go on with."""

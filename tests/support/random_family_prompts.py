@@ -93,7 +93,13 @@ class _Graph:
 
     def latent(self) -> Link:
         width, height, batch = self.w.size
-        wide = self.w.unet == "tiny_wan22_5b" or self.w.family == "hunyuan"  # no VAE of theirs is tiny
+        if self.w.family == "ltx2":
+            return self.add("latent", "TestVideoWithSound", width=width, height=height, length=self.w.length,
+                            batch=batch)  # fmt: skip
+        if self.w.family == "minimax_h3":
+            return self.add("latent", "EmptyMiniMaxH3LatentAV", width=width, height=height,
+                            length=5 + 17 * (self.w.length > 5))  # fmt: skip
+        wide = self.w.unet == "tiny_wan22_5b" or self.w.family in ("hunyuan", "qwen_image21")  # none has a tiny VAE
         relayed = self.w.style == "relay" and not self.flat  # the first model knows no pictures in a row
         if self.w.picture and not wide and not relayed and not self.w.length > 1:
             encoded = self.add("encoded", "VAEEncode", pixels=self.image(7), vae=self.vae())
@@ -102,7 +108,7 @@ class _Graph:
             return self.add("latent", "EmptyHunyuanLatentVideo", width=width, height=height, length=self.w.length,
                             batch_size=batch)  # fmt: skip
         kind = "EmptyFlux2LatentImage" if self.w.family == "flux2" else "EmptySD3LatentImage"
-        if kind == "EmptySD3LatentImage" and (width % 16 or height % 16):
+        if self.w.family == "qwen_image21" or kind == "EmptySD3LatentImage" and (width % 16 or height % 16):
             kind = "EmptyLatentImage"
         return self.add("latent", kind, width=width, height=height, batch_size=batch)
 
@@ -157,15 +163,16 @@ class _Graph:
 
     @property
     def reads_slowly(self) -> bool:
-        """Tell whether the family's VAE has ComfyUI's full encoder."""
-        return FAMILIES[self.w.family].vae.endswith("kl") and not self.w.vae_engine
+        """Tell whether the family's VAE has ComfyUI's full encoder, or no tiny one."""
+        return self.w.family == "qwen_image21" or FAMILIES[self.w.family].vae.endswith("kl") and not self.w.vae_engine
 
     def referring(self, one: Link, name: str) -> Link:
         w, f = self.w, FAMILIES[self.w.family]
         for number, size in enumerate(w.references):
             if self.reads_slowly:
                 encoded = self.add(f"reference_{number}", "TestLatent", seed=20 + number, width=size[0] // f.step,
-                                   height=size[1] // f.step, channels=128 if w.family == "flux2" else 16)
+                                   height=size[1] // f.step,
+                                   channels={"flux2": 128, "qwen_image21": 64}.get(w.family, 16))
             else:
                 encoded = self.add(f"reference_{number}", "VAEEncode", pixels=self.image(20 + number, size),
                                    vae=self.vae())  # fmt: skip

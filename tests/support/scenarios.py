@@ -14,7 +14,8 @@ Link = list[Any]
 
 CONDITIONING = {"sd15": {"width": 768, "pooled": 0}, "sdxl": {"width": 2048, "pooled": 1280},
                 "zimage": {"width": 64, "pooled": 0}, "flux1": {"width": 64, "pooled": 32},
-                "qwen": {"width": 48, "pooled": 0}, "krea2": {"width": 240, "pooled": 0},
+                "qwen": {"width": 48, "pooled": 0},
+                "qwen_image21": {"width": 48, "pooled": 0}, "krea2": {"width": 240, "pooled": 0},
                 "wan": {"width": 4096, "pooled": 0}, "anima": {"width": 1024, "pooled": 0},
                 "hunyuan": {"width": 64, "pooled": 768}, "minimax_h3": {"width": 64, "pooled": 0},
                 "ltx2": {"width": 96, "pooled": 0}}

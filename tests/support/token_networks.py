@@ -11,6 +11,7 @@ from typing import Any
 
 import comfy.controlnet
 import comfy.sd
+import newer_networks
 import tiny_transformers
 import torch
 from comfy import model_detection
@@ -22,7 +23,8 @@ NOT_IN_FILES = {"qwen_image": tiny_transformers.QWEN_IMAGE, "anima": tiny_transf
 
 @contextmanager
 def _told() -> Iterator[None]:
-    """Add what is in no file to what ComfyUI finds in one."""
+    """Add what is in no file to what ComfyUI finds in one, and networks that it lacks."""
+    newer_networks.install()
     detect = model_detection.detect_unet_config
 
     def detected(*args: Any, **kwargs: Any) -> dict | None:

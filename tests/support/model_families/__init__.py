@@ -17,6 +17,7 @@ from . import (
     ltx2,
     minimax_h3,
     qwen_image,
+    qwen_image21,
     qwen_image_controlnet,
     wan,
     zimage,
@@ -24,7 +25,7 @@ from . import (
 
 FAMILIES: tuple[Family, ...] = tuple(family.FAMILY for family in (
     anima, flux, flux_controlnet, hunyuan_video, krea2, ltx2, minimax_h3, qwen_image,
-    qwen_image_controlnet, wan, zimage))  # fmt: skip
+    qwen_image21, qwen_image_controlnet, wan, zimage))  # fmt: skip
 
 
 def for_each(names: str, cases: Callable[[Family], Iterable[Any]]) -> Callable[[Callable], Callable]:

@@ -1,18 +1,22 @@
-"""LTX-2.0 and 2.3: text, frames and guides to video with sound."""
+"""LTX-2.0, 2.3 and 2.5: text, frames and guides to video with sound."""
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
 import torch
+from comfy.ldm.lightricks.av_model import LTXAVModel
 from comfy.model_patcher import ModelPatcher
 from family_contract import Call, Family, Prompt, Random, Sizes, drawing
 from hybrid_trt.architectures.shapes import Picture
 from hybrid_trt.comfy_model.network import NativeNetwork
 from token_calls import replace_attention, uneven
 
-FILE, TURNED, LTX23, WIDTH = "tiny_ltx2", "tiny_ltx2_interleaved", "tiny_ltx23", 96
+FILE, TURNED, LTX23, LTX25, WIDTH = "tiny_ltx2", "tiny_ltx2_interleaved", "tiny_ltx23", "tiny_ltx25", 96
+KNOWS_25 = "ff_bias" in inspect.signature(LTXAVModel.__init__).parameters
+"""True for versions of ComfyUI that know LTX-2.5; an older one loads it with missing weights."""
 Video = tuple[int, int, int]
 """Frames and sides of a latent."""
 Entries = Callable[[Random, Video], dict[str, Any]]
@@ -100,7 +104,11 @@ FAMILY = Family(
         "2.3, a weighted guide": call(LTX23, entries=guides(0.7, dropped=1)),
         "2.3, first frame and reference": call(LTX23, entries=lambda random, size: {
             **reference(random, size), "denoise_mask": first_frame(random, size)["denoise_mask"]}),
-    },
+    } | ({
+        "2.5": call(LTX25, 2, words=30),
+        "2.5, a guide without some rows": call(LTX25, entries=guides(0.7, dropped=2)),
+        "2.5, first frame": call(LTX25, size=(1, 5, 4), entries=first_frame),
+    } if KNOWS_25 else {}),
     unlike={"text": ("a guide", "a weighted guide")},
     half={name: [torch.bfloat16] for name in (
         "text", "first frame", "a weighted guide", "2.3", "neighbouring features")},
@@ -121,7 +129,7 @@ FAMILY = Family(
         "a reference of sound": prompt(entries=lambda random: reference(random, (3, 4, 5))),
         "neighbouring features": prompt(TURNED),
         "2.3": prompt(LTX23, words=(30, 30)),
-    },
+    } | ({"2.5": prompt(LTX25, words=(30, 30))} if KNOWS_25 else {}),
     loras={"text": ("transformer_blocks.0.attn1.to_q", "transformer_blocks.1.audio_ff.net.2")},
     patched=["text"],
     patches={"dit replaced": replace_video, "attention": replace_attention},
