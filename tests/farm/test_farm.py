@@ -20,7 +20,6 @@ from comfy_process import ComfyProcess, PromptRejected
 from farm_process import (
     FARM_PYTHON,
     FarmProcess,
-    comfyui_of,
     kill_while_it_renders,
     left_of,
     needs_ray,

@@ -70,7 +70,7 @@ SAVERS: dict[str, tuple[dict[str, Any], list[tuple[str, str]]]] = {
 def test_what_a_prompt_made_is_sent_and_gone_and_the_same_prompt_gets_it_again(farm: FarmProcess, kind: str) -> None:
     nodes, expected = SAVERS[kind]
     before = None
-    for _ in range(3):
+    for _ in range(2):
         status, done = ask(farm, picture(0x2040FF, **nodes))
         assert (status, done["event"]) == (200, "done"), done
         assert left_of(farm) == []
