@@ -91,7 +91,6 @@ def test_with_live_weights_behind_them_each_engine_serves_its_size_and_one_that_
 
 @pytest.mark.fault("one of several engines of a node is damaged", see="the others serve; its sizes run at normal speed")
 @slow.when("of the node's own size")
-@slow.when("of the node's own size")
 @pytest.mark.parametrize("first", [True, False], ids=["of the node's own size", "of another"])
 def test_one_that_is_damaged_leaves_the_others_in_service_by_name_too(first: bool, tmp_path: Path) -> None:
     net = network("unet", "unlike_levels")

@@ -92,7 +92,6 @@ def test_every_residual_has_its_own_effect(tmp_path: Path) -> None:
 
 
 @slow.when("unet")
-@slow.when("controlnet")
 @pytest.mark.parametrize("kind", ["unet", "controlnet"])
 def test_fp16_engine_stays_close_to_native_in_fp32(tmp_path: Path, kind: str) -> None:
     net = network(kind, "unlike_levels")

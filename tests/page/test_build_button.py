@@ -213,7 +213,8 @@ def test_the_log_of_a_failed_build_is_shown(page: EnginePage, broken_net: str) -
     assert "differs from the normal model" in page.page.page.evaluate("() => navigator.clipboard.readText()")
     dialog.get_by_role("button", name="Close").click()
     dialog.wait_for(state="detached")
-    load(page, made)  # failed survives a new graph
+    reload(page)
+    load(page, made)  # failed survives a new graph and a new page
     assert "differs" in page.wait_for(net, "failed", timeout=60)["text"]
 
 

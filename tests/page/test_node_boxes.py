@@ -61,8 +61,8 @@ def test_every_status_is_drawn_whole_inside_its_node_and_readable(
             assert 60 <= box["height"] <= 180
             assert min(contrast(colour, box["ground"]) for colour in box["colours"]) >= 4.5, box
             symbols[name] = box["symbol"]
-        told = [name for name in ("none", "building", "ready", "native", "failed") if name in symbols]
-        assert len({symbols[name] for name in told}) == len(told)
+        unlike = [name for name in ("none", "building", "ready", "native", "failed") if name in symbols]
+        assert len({symbols[name] for name in unlike}) == len(unlike)
         page.click_in_status(net, "summary")
         page.page.until_still()
         page.shot(f"{palette}-details")
