@@ -1,4 +1,4 @@
-"""ComfyUI's page for the tests of this folder: one browser and one page for all modules, in both kinds of nodes."""
+"""ComfyUI's page for the tests of this folder: one browser and one page for each module, in both kinds of nodes."""
 
 from __future__ import annotations
 
@@ -15,11 +15,6 @@ from playwright.sync_api import Browser
 from shipped_workflows import shipped
 from workflow_recipes import with_tiny_models
 
-#: Leaves an empty workflow open alone.
-CLOSE_TABS = """async () => { const tabs = app.extensionManager.workflow;
-    await app.extensionManager.command.execute('Comfy.NewBlankWorkflow');
-    for (const tab of tabs.openWorkflows.filter(tab => tab !== tabs.activeWorkflow)) await tabs.closeWorkflow(tab); }"""
-
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Open pages with each kind of nodes; the quick tests see Vue nodes in modules that say so alone."""
@@ -29,29 +24,17 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("opened", kinds, indirect=True, scope="module")
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
     with chromium() as started:
         yield started
 
 
-@pytest.fixture(scope="package")
-def shared_page(browser: Browser, comfy: ComfyProcess) -> Iterator[ComfyPage]:
-    """One page for all modules, as opening it takes long."""
+@pytest.fixture(scope="module")
+def one_page(browser: Browser, comfy: ComfyProcess) -> Iterator[ComfyPage]:
+    """One page for all tests of a module, as opening it takes long; with LiteGraph's nodes."""
     with comfy_page(browser, comfy.url) as page:
         yield page
-
-
-@pytest.fixture(scope="module")
-def one_page(shared_page: ComfyPage) -> ComfyPage:
-    """The page as it is at first, with LiteGraph's nodes, whatever modules before have left in it."""
-    page = shared_page.page
-    page.unroute_all(behavior="ignoreErrors")
-    page.set_viewport_size({"width": 1600, "height": 900})
-    shared_page.show_as(False)
-    page.evaluate(CLOSE_TABS)
-    shared_page.errors.clear()
-    return shared_page
 
 
 @pytest.fixture(scope="module")

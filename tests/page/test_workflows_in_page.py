@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import slow
-from browser import ComfyPage, comfy_page
+from browser import ComfyPage
 from comfy_process import ComfyProcess
 from engine_page import STACK_MEASURED, EnginePage
 from make_workflows import build
 from node_boxes import overlaps
-from playwright.sync_api import Browser, expect
+from playwright.sync_api import expect
 from shipped_workflows import IN_PAGES, NAMES, Workflow, shipped
 from workflow_recipes import RECIPES, with_tiny_models
 from workflow_to_prompt import bypass, set_widget, to_prompt
@@ -99,13 +99,6 @@ SIZES_INSIDE = """() => app.graph.nodes.find(n => n.isSubgraphNode?.()).subgraph
 #: Keeps the id of the next run that ends.
 RUN_ENDS = """() => ['success', 'error'].forEach(end =>
     app.api.addEventListener(`execution_${end}`, e => { window.__ended = e.detail.prompt_id; }, { once: true }))"""
-
-
-@pytest.fixture(scope="module")
-def one_page(browser: Browser, comfy: ComfyProcess) -> Iterator[ComfyPage]:
-    """A page of its own: where these workflows were open before, Auto's sizes are those that it had found for them."""
-    with comfy_page(browser, comfy.url) as page:
-        yield page
 
 
 @pytest.fixture
@@ -207,7 +200,6 @@ def test_a_look_at_the_graph_finds_what_serialising_it_gives(page: ComfyPage, ob
     assert sum("control_net" in inputs for inputs in engines) == 1, "one loader is muted"
 
 
-@slow.when("vue")
 def test_sizes_that_a_subgraph_shows_outside_are_those_that_are_sent(
     page: ComfyPage, object_info: dict[str, Any]
 ) -> None:
@@ -224,7 +216,6 @@ def test_sizes_that_a_subgraph_shows_outside_are_those_that_are_sent(
         assert looked == serialised
 
 
-@slow.when("vue")  # undo goes through them there
 def test_rows_of_the_stack_come_and_go(page: ComfyPage, object_info: dict[str, Any]) -> None:
     """Each row has its sockets and widgets, under names without the prefix; links and values of the others stay."""
     page.load(shipped("sd15_advanced"))
