@@ -227,7 +227,7 @@ ELSEWHERE = {
     "HunyuanVideo 1.5", "HunyuanVideo, HunyuanImage 2.1",  # ``test_family_prompts.py``
     "LTX-2.0 and 2.3",  # ``test_family_prompts.py``
     "MiniMax H3",  # ``test_family_prompts.py``
-    "Flux.1 (dev, schnell, Kontext, Fill)", "Flux.2 (dev, klein)",  # ``test_family_prompts.py``
+    "Flux.1 (dev, schnell, Kontext, Fill)",  # ``test_family_prompts.py``
     "Z-Image, Turbo and base",  # ``test_family_prompts.py``
     "Z-Image with Fun control",  # ``test_absorbed_patches.py``
     "int8 checkpoints (`comfy_quant`)",  # further below
