@@ -149,7 +149,8 @@ class Bench:
 
     def _server(self, log: str) -> ComfyProcess:
         page = prompts.prepared(self.base)
-        return ComfyProcess(self.options.comfyui, self.base, arguments=["--front-end-root", str(page)],
+        flags = [part for flag in getattr(self.options, "flags", ()) for part in f"--{flag}".split()]
+        return ComfyProcess(self.options.comfyui, self.base, arguments=["--front-end-root", str(page), *flags],
                             log=self.options.logs / f"{self.name}_{log.replace(' ', '_')}.log",
                             cpu=self.options.tiny)  # fmt: skip
 
@@ -184,7 +185,7 @@ def prepare(options: argparse.Namespace) -> list[str]:
 def about(script: str, arguments: list[str]) -> dict[str, Any]:
     """Return what a result file says of the machine and the command."""
     return {"gpu": torch.cuda.get_device_name(0) if torch.cuda.is_available() else "a CPU", "torch": torch.__version__,
-            "cpu_cores": os.cpu_count(), "date": datetime.now(timezone.utc).date().isoformat(),
+            "cpu_cores": len(os.sched_getaffinity(0)), "date": datetime.now(timezone.utc).date().isoformat(),
             "command": " ".join(["python", f"benchmarks/{script}", *arguments])}  # fmt: skip
 
 

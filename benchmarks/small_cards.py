@@ -3,7 +3,9 @@
     python benchmarks/small_cards.py --comfyui ~/ComfyUI --base /tmp/benchmark --out small_cards.json --free 8 12
 
 Another process takes the GPU's memory but for so many GB, so a large card stands for a small one with a link as fast.
-Each way (*stock* nodes, and TRT Accelerate with *build first*) has a server of its own, with default flags.
+Each way (*stock* nodes, and TRT Accelerate with *build first*) has a server of its own, with default flags or
+``--flags``. ``--changing`` queues so many short prompts in one server instead: the models of all cases by turns, two
+sizes, a LoRA put in and out.
 """
 
 from __future__ import annotations
@@ -116,7 +118,8 @@ def taken(bench: Bench, way: str, comfy: ComfyProcess, other: subprocess.Popen[s
 
 def run(bench: Bench, way: str, free_gb: float, other: subprocess.Popen[str] | None) -> dict[str, Any]:
     """The prompts of one way in one server: the first, warm ones, another size, a LoRA, and without it again."""
-    row: dict[str, Any] = {"case": bench.name, "way": way, "free_gb": free_gb}
+    flags = {"flags": bench.options.flags} if bench.options.flags else {}
+    row: dict[str, Any] = {"case": bench.name, "way": way, "free_gb": free_gb, **flags}
     plan = [("first", 1, bench.size, 0.0, 1), ("warm", 10, bench.size, 0.0, RUNS),
             ("size_first", 20, bench.other, 0.0, 1), ("size_warm", 21, bench.other, 0.0, RUNS),
             ("lora_first", 30, bench.size, 0.5, 1), ("lora_warm", 31, bench.size, 0.5, RUNS),
@@ -143,6 +146,32 @@ def run(bench: Bench, way: str, free_gb: float, other: subprocess.Popen[str] | N
     return row
 
 
+def changing(benches: list[Bench], way: str, free_gb: float) -> dict[str, Any]:
+    """Prompts of changing models in one server: seconds, errors, who computed, and memory after each."""
+    row: dict[str, Any] = {"case": [bench.name for bench in benches], "way": way, "free_gb": free_gb, "seconds": [],
+                           "errors": [], "engine_calls": [], "native_calls": [], "private_memory_gb": [],
+                           "free_after_gb": []}  # fmt: skip
+    with benches[0]._server(f"changing_{way}_{free_gb:g}") as comfy:
+        for number in range(benches[0].options.changing):
+            turn, at = divmod(number, len(benches))
+            bench = benches[at]
+            prompt = bench.prompt(comfy, way, 100 + number, (bench.size, bench.other)[turn % 2], bench.case.tokens,
+                                  (0.0, 0.5, 0.8)[turn % 3])  # fmt: skip
+            prompt["sampler"]["inputs"]["steps"] = 4
+            ended = comfy.queue(prompt, timeout=600)
+            row["seconds"].append(round(ended.seconds, 2))
+            if not ended.ok:
+                row["errors"].append((number, str(ended.error)[:200]))
+            elif way != "stock":
+                report = ended.output("report", "report")[0]["rows"]
+                for calls in ("engine", "native"):
+                    row[f"{calls}_calls"].append(sum(one[calls] for one in report))
+            row["private_memory_gb"].append(round(private_bytes(comfy.pid) / 1e9, 2))
+            if not bench.options.tiny:
+                row["free_after_gb"].append(round(torch.cuda.mem_get_info()[0] / 1e9, 2))
+    return row
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--comfyui", type=Path, required=True)
@@ -152,21 +181,24 @@ def main() -> None:
     parser.add_argument("--free", nargs="+", type=float, default=[8, 12], help="GB")
     parser.add_argument("--ways", nargs="+", default=["stock", "build first"])
     parser.add_argument("--taken", type=int, default=10, help="prompts during which another process takes memory")
+    parser.add_argument("--changing", type=int, help="prompts of changing models")
+    parser.add_argument("--flags", nargs="+", default=[], help="of the servers, without their dashes: novram")
     parser.add_argument("--tiny", action="store_true")
     options = parser.parse_args()
     arguments = first_minutes.prepare(options)
     meta = first_minutes.about("small_cards.py", arguments) | ({} if options.tiny else {"link_gb_s": link_gb_s()})
     rows = []
-    for name in options.cases:
-        bench = Bench(name, options)
+    for names in [options.cases] if options.changing else [[name] for name in options.cases]:
+        benches = [Bench(name, options) for name in names]
         shutil.rmtree(options.base / "models" / "trt_engines", ignore_errors=True)
         for free in options.free:
             with contextlib.nullcontext() if options.tiny else ballast(free) as other:
                 for way in options.ways:
-                    rows.append(run(bench, way, free, other))
+                    rows.append(changing(benches, way, free) if options.changing else run(benches[0], way, free, other))
                     print({key: value for key, value in rows[-1].items() if not key.endswith("_ran")}, flush=True)
                     options.out.write_text(json.dumps({"meta": meta, "rows": rows}, indent=1) + "\n")
-        bench.remove()
+        for bench in benches:
+            bench.remove()
 
 
 if __name__ == "__main__":

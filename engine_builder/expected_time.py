@@ -10,8 +10,8 @@ from .order import BuildOrder
 
 MOST_ALIKE = 4.0
 """Largest ratio of sizes between similar networks: for tiny ones, starting a process takes all the time."""
-BLOCKS, LEAST = 27.0, 1e8
-"""Seconds of a network in blocks, and its least parameters: Z-Image's from first_minutes_h200.json (16 CPU cores). A
+BLOCKS, LEAST = 23.0, 1e8
+"""Seconds of a network in blocks, and its least parameters: Flux.1's from first_minutes_h200.json (16 CPU cores). A
 block of each kind is compiled, so a larger network takes no longer."""
 
 MEASURED: dict[tuple[str, str], tuple[tuple[float, float], ...]] = {

@@ -19,7 +19,7 @@ class FreeDimensions:
     def __init__(self, calls: Sequence[Sequence[torch.Tensor]]):
         """
         Args:
-            calls: inputs of calls of one block, of the call to compile for first.
+            calls: the inputs of each call of one block. Its code is compiled for the first call.
         """
         self.fixed: dict[Place, int] = {}
         self.alike: list[tuple[Place, Place]] = []

@@ -49,7 +49,7 @@ KINDS = {"flux": 2, "klein": 2, "zimage": 1, "tiny_qwen_image": 2, "tiny_krea2":
          "tiny_wan_i2v": 1, "tiny_wan_vace": 3, "tiny_hunyuan_video15": 2, "tiny_hunyuan_video": 2,
          "tiny_minimax_h3": 1, "tiny_minimax_h3_pruned": 1, "tiny_ltx2": 2, "tiny_ltx23": 2}  # fmt: skip
 """Networks -> the kinds of their blocks."""
-IN_CI = ("flux", "tiny_wan_vace")
+IN_CI = ("flux",)
 
 
 @pytest.mark.parametrize("name", sorted(architectures()))
@@ -124,6 +124,16 @@ def engine_for(network: NativeNetwork, folder: Path) -> Engine:
     return build_engine(order_for(network), Library([folder / "library"]), lambda *_: None)
 
 
+@pytest.fixture(scope="module")
+def flux_engine(tmp_path_factory: pytest.TempPathFactory) -> Engine:
+    return engine_for(flux_network("dev"), tmp_path_factory.mktemp("flux"))
+
+
+@pytest.fixture(scope="module")
+def qwen_engine(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Engine:
+    return engine_for(network_of("tiny_qwen_image", models), tmp_path_factory.mktemp("qwen"))
+
+
 def in_use(session: LiveSession) -> InBlocks:
     (found,) = session.live._compiled.values()
     return found
@@ -142,11 +152,11 @@ def calls(symbols: set[str]) -> list[dict[str, int]]:
 @pytest.mark.parametrize("name", [
     pytest.param(name, marks=[] if name in IN_CI else [pytest.mark.slow]) for name in KINDS])  # fmt: skip
 def test_one_build_serves_every_size_and_compiles_each_kind_of_block_once(
-    models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+    models: dict[str, Path], tmp_path: Path, request: pytest.FixtureRequest, name: str
 ) -> None:
-    monkeypatch.setenv(trust.FOLDER_VARIABLE, str(tmp_path / "keys"))
     network = network_of(name, models)
-    engine, architecture = engine_for(network, tmp_path), network.architecture()
+    engine = request.getfixturevalue("flux_engine") if name == "flux" else engine_for(network, tmp_path)
+    architecture = network.architecture()
     session = LiveSession(network, TORCH, "float32", Recorder())
     session.use([engine])
     specs = session.live.inputs
@@ -171,10 +181,9 @@ def test_one_build_serves_every_size_and_compiles_each_kind_of_block_once(
 
 @COMPILES
 def test_the_first_call_of_a_machine_shows_whether_each_block_has_its_own_weights(
-    qwen: NativeNetwork, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    qwen: NativeNetwork, qwen_engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(trust.FOLDER_VARIABLE, str(tmp_path / "keys"))
-    engine, plainly = engine_for(qwen, tmp_path), []
+    engine, plainly = qwen_engine, []
     assert wiring.FIGURE not in measurements.figures(engine)
 
     def called(own: Any) -> tuple[torch.Tensor, LiveSession]:
@@ -219,10 +228,9 @@ def test_rounding_in_half_precision_refuses_no_engine_and_values_that_are_no_num
 
 @COMPILES
 def test_the_page_misses_no_engine_for_another_picture_and_a_rebuild_is_one_file(
-    qwen: NativeNetwork, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    qwen: NativeNetwork, qwen_engine: Engine
 ) -> None:
-    monkeypatch.setenv(trust.FOLDER_VARIABLE, str(tmp_path / "keys"))
-    engine = engine_for(qwen, tmp_path)
+    engine = qwen_engine
     assert list(engine.manifest.files) == ["B-C-L-R-T.bin"]
     opened: list[Any] = []
     opened_files.ahead(lambda: opened.append(TORCH.open_live(engine, {}, qwen.device)), qwen.device).join(120)
@@ -235,18 +243,16 @@ def test_the_page_misses_no_engine_for_another_picture_and_a_rebuild_is_one_file
 
 @COMPILES
 def test_what_was_compiled_for_a_model_serves_others_with_the_same_blocks(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    flux_engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(trust.FOLDER_VARIABLE, str(tmp_path / "keys"))
-    first = engine_for(flux_network("dev"), tmp_path)
 
     def compiled(*_: object) -> None:
         raise RuntimeError("compiled again")
 
     monkeypatch.setattr(compile_blocks, "compiled", compiled)
-    other, library = flux_network("fill"), Library([tmp_path / "library"])
+    other, library = flux_network("fill"), Library([flux_engine.folder.parent])
     engine = build_engine(order_for(other), library, lambda *_: None, run=run_here)
-    assert engine.folder != first.folder
+    assert engine.folder != flux_engine.folder
     session = LiveSession(other, TORCH, "float32")
     session.use([engine])
     given = sample_inputs(session.live.inputs, {"B": 1, "N": 35, "C": 12, "T": 9}, seed=1)

@@ -53,7 +53,7 @@ def other(models: dict[str, Path], kind: AbsorbedPatch) -> ModelPatcher:
     return kind.patch(models, True)
 
 
-@pytest.mark.parametrize("strength", [0.0, 0.7, 1.0, -2.5])
+@pytest.mark.parametrize("strength", [0.0, 1.0, -2.5])
 def test_calls_give_natives_result(
     kind: AbsorbedPatch, model: ModelPatcher, patch: ModelPatcher, strength: float
 ) -> None:
@@ -80,6 +80,7 @@ def test_half_precision_is_as_near_to_float32_as_native_is(
     assert difference(found.float(), wanted) <= 1.1 * difference(native.float(), wanted)
 
 
+@slow.when("zimage_fun", but=["torch"])
 @pytest.mark.parametrize("backend", ["torch", "onnxruntime"])
 def test_whole_prompts_at_any_strength_give_natives_latent(
     kind: AbsorbedPatch, model: ModelPatcher, patch: ModelPatcher, tmp_path: Path, backend: str

@@ -6,13 +6,16 @@ import base64
 import hashlib
 import io
 import shutil
+import socket
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from comfy_process import ComfyProcess
-from farm_process import FARM_PYTHON, FarmProcess, left_of, needs_ray
+from farm_process import FARM_PYTHON, FarmProcess, comfyui_of, left_of, needs_ray
 from PIL import Image
 from scenarios import Prompt, node
 
@@ -67,7 +70,7 @@ SAVERS: dict[str, tuple[dict[str, Any], list[tuple[str, str]]]] = {
 def test_what_a_prompt_made_is_sent_and_gone_and_the_same_prompt_gets_it_again(farm: FarmProcess, kind: str) -> None:
     nodes, expected = SAVERS[kind]
     before = None
-    for _ in range(3):
+    for _ in range(2):
         status, done = ask(farm, picture(0x2040FF, **nodes))
         assert (status, done["event"]) == (200, "done"), done
         assert left_of(farm) == []
@@ -132,3 +135,18 @@ def test_a_path_to_what_the_farm_keeps_is_refused(farm: FarmProcess, tmp_path: P
     for text in (f"a cat in {own}", "/a cat.", "and/../or", "\0", "\ud83d", "x" * 10_000, "[output]", ""):
         status, done = ask(farm, picture(save=save("x"), text=node("PrimitiveString", value=text)))
         assert (status, done["event"]) == (200, "done"), (text, done)
+
+
+@needs_ray
+@pytest.mark.fault("a farm is killed", see="its workers and their ComfyUIs end")
+def test_no_comfyui_outlives_a_farm_that_is_killed(farm: FarmProcess) -> None:
+    family, workers = farm.family(), farm.workers()
+    ours = [*workers, *map(comfyui_of, workers)]
+    assert len(ours) == 2
+    farm.kill()
+    assert not psutil.wait_procs(ours, timeout=30)[1]
+    with socket.create_server(("127.0.0.1", farm.port)):
+        pass  # another farm can start there
+    for process in family:  # two of Ray's own stay a while
+        with suppress(psutil.NoSuchProcess):
+            process.kill()

@@ -107,6 +107,7 @@ def test_a_person_sees_one_preset_and_the_numbers_on_demand(page: EnginePage, ti
     assert page.page.prompt() == before
 
 
+@slow.when("litegraph")
 def test_sizes_are_asked_for_where_an_engine_is_not_for_all_of_them(page: EnginePage) -> None:
     no_engines(page.comfy)
     made = with_tiny_models(shipped("zimage_text_to_image"), page.info)

@@ -50,17 +50,19 @@ def test_every_status_is_drawn_whole_inside_its_node_and_readable(
 ) -> None:
     if page.page.vue and palette == "light":
         pytest.skip("The box and its colours are the same in both kinds of nodes.")
+    shown = ("ready", "unavailable", "failed") if page.page.vue else STATES
     look(page, palette, width)
     symbols = {}
     try:
-        for name, state in STATES.items():
-            net = drawn(page, tiny, state)
+        for name in (name for name in STATES if name in shown):
+            net = drawn(page, tiny, STATES[name])
             page.shot(f"{palette}-{name}")
             box = whole(page, net)
             assert 60 <= box["height"] <= 180
             assert min(contrast(colour, box["ground"]) for colour in box["colours"]) >= 4.5, box
             symbols[name] = box["symbol"]
-        assert len({symbols[name] for name in ("none", "building", "ready", "native", "failed")}) == 5
+        unlike = [name for name in ("none", "building", "ready", "native", "failed") if name in symbols]
+        assert len({symbols[name] for name in unlike}) == len(unlike)
         page.click_in_status(net, "summary")
         page.page.until_still()
         page.shot(f"{palette}-details")

@@ -115,13 +115,12 @@ def test_engines_are_built_by_a_click_and_run_on_the_oldest_page(oldest_page: Co
 def test_what_is_saved_opens_with_each_value_at_its_place(page: ComfyPage, comfy: ComfyProcess) -> None:
     """Saved by either page, also after it was opened and saved once more."""
     workflow = with_tiny_models(shipped("sd15_advanced"), comfy.object_info())
-    for values in ({}, OWN):
-        page.load(copy.deepcopy(workflow))
-        page.page.evaluate(SET, values)
-        page.settle()
-        before, prompt = engine_values(page), page.prompt()
-        assert before.items() >= values.items()
-        for _ in range(2):
-            page.load(page.workflow())
-            assert engine_values(page) == before
-            assert page.prompt() == prompt
+    page.load(workflow)
+    page.page.evaluate(SET, OWN)
+    page.settle()
+    before, prompt = engine_values(page), page.prompt()
+    assert before.items() >= OWN.items()
+    for _ in range(2):
+        page.load(page.workflow())
+        assert engine_values(page) == before
+        assert page.prompt() == prompt

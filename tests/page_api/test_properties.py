@@ -119,7 +119,7 @@ def files(base: Path) -> dict[str, tuple[int, int]]:
     return {path: stat for path, stat in found.items() if not path.endswith((".log", "comfy.settings.json"))}
 
 
-@pytest.fixture(params=slow.cases({"few": 30, "many": 1200}, slow=["many"]))
+@pytest.fixture(params=slow.cases({"few": 15, "many": 1200}, slow=["many"]))
 def holds(request: pytest.FixtureRequest) -> Callable[..., None]:
     """Tries a property with examples: the same ones in each run of CI, others in each long run."""
 

@@ -235,6 +235,7 @@ def test_weights_that_a_pack_writes_to_after_the_engine_node_act_as_in_native(
         assert error(patched.sample(), expected) <= LIMIT
 
 
+@slow.when("torch", but=[THEIR_LAYER])
 @BACKENDS
 @pytest.mark.parametrize("what", [THEIR_LAYER, NORM, "in_place", "other_data"])
 def test_what_was_changed_before_the_engine_node_acts_as_in_native(

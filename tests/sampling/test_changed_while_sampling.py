@@ -40,6 +40,10 @@ def native(models: dict[str, Path], family: str, change: str | None = None, plac
     return _references[family, change, place]
 
 
+ALIKE = ("qwen", "hunyuan", "krea2", "anima")
+"""Families that keep their blocks in lists, as others do whose blocks are changed in all ways."""
+
+
 def cases() -> Iterator[Any]:
     """Each change of each family from one place, one place after the other; from all others where time is no matter."""
     number = 0
@@ -49,7 +53,8 @@ def cases() -> Iterator[Any]:
                 continue
             number += 1
             for i, place in enumerate(CALLS):
-                marks = () if i == number % len(CALLS) else (pytest.mark.slow,)
+                others_show_it = family in ALIKE and change.startswith("blocks") and change != "blocks swapped"
+                marks = (pytest.mark.slow,) if others_show_it or i != number % len(CALLS) else ()
                 if place == WrappersMP.DIFFUSION_MODEL and change == "method _forward":
                     continue  # it is bound by then
                 yield pytest.param(family, change, place, marks=marks, id=f"{family}-{change}-{place}")

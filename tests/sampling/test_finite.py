@@ -27,8 +27,7 @@ NAN, INF = float("nan"), float("inf")
 
 @pytest.mark.fault("an engine gives values that are no numbers (NaN)",
                    see="normal speed: *engine failed*; the whole run is done again")
-@pytest.mark.parametrize("value", [NAN, INF])
-@pytest.mark.parametrize("sampler", ["euler", "euler_ancestral"])
+@pytest.mark.parametrize(("sampler", "value"), [("euler", NAN), ("euler_ancestral", INF)])
 def test_native_does_a_run_again_in_which_an_engine_gave_no_numbers(
     file: Path, library: Library, value: float, sampler: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -48,7 +48,8 @@ SCENARIOS = {
     "strength_above_1": rows(Control(A.file, 1, 1.8), B),
 }
 
-SLOW = ("two_stacked_controlnets", "only_range_ends_early", "batch_3", "hint_of_another_size", "72x488_pixels",
+SLOW = ("two_stacked_controlnets", "no_controlnet", "136x120_pixels", "prompts_of_77_and_154_tokens",
+        "only_range_ends_early", "batch_3", "hint_of_another_size", "72x488_pixels",
         "200x328_pixels", "hint_batch_of_2_for_batch_of_2",
         "dpmpp_2m_sde", "euler_ancestral", "heun_makes_two_calls_a_step", "strength_above_1", "five_controlnets",
         "prompts_of_77_and_462_tokens", "one_range_ends_early", "native_controlnet_after_an_engine")

@@ -273,8 +273,8 @@ VAE_WAYS = (vae_clone, vae_copy, vae_deep_copy, vae_in_place, vae_gone)
 @pytest.mark.fault("another pack patches a VAE's weights behind its engine node",
                    see="normal speed: *weights patched* or *model patched*")
 @pytest.mark.parametrize(("way", "change"), [
-    *((way, PATCH) for way in VAE_WAYS), *((way, LAYER) for way in VAE_WAYS),
-    *((way, INJECTION) for way in (vae_clone, vae_copy, vae_in_place))])
+    *((way, PATCH) for way in VAE_WAYS), *((way, LAYER) for way in (vae_clone, vae_in_place)),
+    *((way, INJECTION) for way in (vae_copy, vae_in_place))])
 def test_patches_on_a_vaes_weights_act_as_in_native(
     vae_files: Path, vae_library: Library, way: Callable, change: Callable
 ) -> None:

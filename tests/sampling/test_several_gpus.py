@@ -74,7 +74,7 @@ def both(file: Path, library: Library) -> Iterator[Split]:
 
 
 @pytest.mark.parametrize(("backend", "kind", "place"), [
-    ("onnxruntime", FileSession, "after"), ("torch", LiveSession, "after"), ("onnxruntime", FileSession, "before"),
+    ("onnxruntime", FileSession, "after"), ("torch", LiveSession, "after"),
     ("onnxruntime", FileSession, "between")])  # fmt: skip
 def test_each_gpu_has_an_engine_of_its_own_which_stays_open_and_the_picture_is_natives(
     file: Path, library: Library, backend: str, kind: type, place: str, monkeypatch: pytest.MonkeyPatch

@@ -268,14 +268,14 @@ def test_int8_on_an_engine_is_as_near_to_the_plain_model_as_native_is(sdxl: Comf
 
 
 def test_types_of_a_union_controlnet_give_other_pictures_on_one_engine(sdxl: ComfyProcess) -> None:
-    kinds = ("depth", "tile", "auto", "depth")
+    kinds = ("depth", "auto", "depth")
     latents = []
     for kind in kinds:
         result = compare(sdxl, XL.but(controls=(union(kind),)))
         assert result.error <= LIMIT
         latents.append(latent_of(result.history))  # the next prompt writes to the same file
-    depth, tile, auto, again = latents
-    assert min(relative_difference(depth, other) for other in (tile, auto)) > 0.01
+    depth, auto, again = latents
+    assert relative_difference(depth, auto) > 0.01
     assert relative_difference(depth, again) == 0
 
 
@@ -330,7 +330,7 @@ def through_vae(file: str, engines: bool, tiled: bool, width: int, height: int, 
 
 @pytest.mark.parametrize("name", slow.cases({name: name for name in VAES}, VAES.keys() - {"TAESD"}))
 def test_a_vae_gives_natives_picture(sdxl: ComfyProcess, name: str) -> None:
-    for tiled, *size in ((False, 136, 120, 3), (False, 101, 139, 1), (True, 200, 168, 1)):
+    for tiled, *size in ((False, 101, 139, 3), (True, 200, 168, 1)):
         native = latent_of(sdxl.queue(through_vae(VAES[name], False, tiled, *size)))
         history = sdxl.queue(through_vae(VAES[name], True, tiled, *size), timeout=300)
         assert relative_difference(latent_of(history), native) <= LIMIT

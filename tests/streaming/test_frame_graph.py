@@ -78,7 +78,8 @@ def test_a_change_acts_from_its_frame_on_and_only_a_new_way_of_sampling_is_captu
 
 
 @pytest.mark.parametrize(("at_once", "text", "captures"), [
-    (False, "a cat", 1), (True, "a cat", 1), pytest.param(False, "a very long prompt", 2, marks=pytest.mark.slow)],
+    pytest.param(False, "a cat", 1, marks=pytest.mark.slow), (True, "a cat", 1),
+    pytest.param(False, "a very long prompt", 2, marks=pytest.mark.slow)],
     ids=["short", "steps as a batch", "of more tokens"])
 def test_a_new_prompt_acts_from_its_frame_on_and_only_a_longer_one_is_captured_anew(
     file: Path, models: dict[str, Path], tmp_path: Path, at_once: bool, text: str, captures: int

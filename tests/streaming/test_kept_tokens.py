@@ -98,7 +98,7 @@ def natively(file: Path, vae: comfy.sd.VAE, frames: list[torch.Tensor], remember
     return [source.pictures[n] for n in range(len(frames))]
 
 
-@pytest.mark.parametrize("remembered", [1, 2])
+@pytest.mark.parametrize("remembered", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_a_frame_sees_the_keys_and_values_of_those_before_it_at_its_own_step(
     file: Path, vae: comfy.sd.VAE, remembered: int
 ) -> None:

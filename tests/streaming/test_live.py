@@ -316,10 +316,10 @@ def test_a_stream_without_a_client_ends_by_itself(comfy: ComfyProcess) -> None:
     async def leaves(token: str) -> None:
         async with joined(comfy, token) as client:
             await client.shown(image(0))
-            await asyncio.sleep(4)  # longer than a stream waits for a client; this one is there
+            await asyncio.sleep(2.5)  # longer than a stream waits for a client; this one is there
 
-    assert run_stream(comfy, double(patience=3.0), nobody).ok
-    assert run_stream(comfy, double(patience=3.0), leaves).output("stream", "numbers") == [0]
+    assert run_stream(comfy, double(patience=2.0), nobody).ok
+    assert run_stream(comfy, double(patience=2.0), leaves).output("stream", "numbers") == [0]
 
 
 def resident(comfy: ComfyProcess) -> int:

@@ -62,7 +62,7 @@ APART = {
     "a patch": (Case(patch=("HyperTile", {"tile_size": 256, "swap_size": 2, "max_depth": 0, "scale_depth": False})),
                 "another node acts on each step"),
 }  # fmt: skip
-SLOW = {*CASES, *IN_WORK} - {"ancestral, new seeds", "mask", "four steps, two ControlNets"}
+SLOW = {*CASES, *IN_WORK} - {"mask", "four steps, two ControlNets"}
 
 
 @pytest.mark.parametrize(("case", "way"), slow.cases(

@@ -9,6 +9,7 @@ from typing import Any
 
 import comfy.sd
 import pytest
+import slow
 import torch
 from comfy import model_management
 from given_frames import Given, TextEncoder, apart, image, net, prompts, random, stock, streamed, vae, with_image
@@ -40,7 +41,8 @@ def plainly(file: Path, vae: VAE, frame: torch.Tensor, own: Settings = OWN) -> t
     return stock(load(file), vae, *prompts(), own, frame)
 
 
-@pytest.mark.parametrize("own", [OWN, replace(IN_WORK, steps=2, sampler_name="euler", scheduler="normal")], ids=WAYS)
+@pytest.mark.parametrize("own", slow.cases(dict(zip(WAYS, (
+    OWN, replace(IN_WORK, steps=2, sampler_name="euler", scheduler="normal")), strict=True)), WAYS[:1]))
 def test_changes_act_from_their_frame_on_and_are_stocks(file: Path, vae: VAE, net: Any, own: Settings) -> None:
     """Also changes of the prompt and of the frames' size."""
     changes = {1: Changes(strengths=(0.2,)), 2: Changes(seed=8), 3: Changes(steps=4, denoise=0.8), 4: Changes(cfg=3.0),

@@ -48,4 +48,5 @@ FAMILY = Family(
         sampled={"B": 2, "R": 9, "C": 8},
     )},
     compiled={"one length": {"B": 2, "R": 4, "C": 3, "T": 97}},
+    slow={"test_whole_prompts_are_natives": (f"{FILE}, onnxruntime",)},
 )  # fmt: skip

@@ -96,6 +96,6 @@ FAMILY = Family(
     native={"no guidance": prompt(entries=lambda random: {"guidance": None})},
     loras={"two lengths": LORA, "weights in fp8": LORA},
     slow={"test_one_compiled_file_serves_calls_of_all_sizes": ("dev", "klein"),  # ``test_blocks.py`` compiles such
-          "test_one_engine_of_onnx_runtime_serves_all_calls": ("schnell", "fill", "flux2"),
+          "test_one_engine_of_onnx_runtime_serves_all_calls": ("schnell", "fill", "flux2", "ovis"),
           "test_whole_prompts_are_natives": (f"{FP8}, onnxruntime",)},
 )  # fmt: skip

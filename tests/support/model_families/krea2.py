@@ -56,4 +56,5 @@ FAMILY = Family(
         (Picture(1024, 1024, (1,)), Picture(1536, 768, (1,)), Picture(832, 1216, (1,))),
         "up to 2 in a batch, 256 to 1536 px, 1024 tokens", "832x1216, 64 tokens",
     )},
+    slow={"test_whole_prompts_are_natives": (f"{FILE}, onnxruntime",)},
 )  # fmt: skip

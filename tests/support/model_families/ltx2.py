@@ -137,4 +137,8 @@ FAMILY = Family(
         (Picture(1280, 704, (1,), length=121),), "1 image, 1024 tokens",
         "14080 video tokens, 1024 tokens", sampled={"N": 132, "A": 81}, length=81,
     )},
+    slow={
+        "test_one_engine_of_onnx_runtime_serves_all_calls": (TURNED,),
+        "test_whole_prompts_are_natives": [f"{file}, onnxruntime" for file in (FILE, TURNED, LTX23)],
+    },
 )  # fmt: skip

@@ -114,4 +114,5 @@ FAMILY = Family(
         sampled={"F": 37, "A": 207}, length=124,
     )},
     compiled={"text": {"F": 2, "R": 4, "C": 3, "T": 12, "A": 8, "K": 0}},
+    slow={"test_whole_prompts_are_natives": (f"{FILE}, onnxruntime",)},
 )  # fmt: skip

@@ -104,6 +104,7 @@ FAMILY = Family(
     )},
     any_size={FILE: ({"B": 2, "N": 48, "T": 12}, (
         "plain", "odd sides, a batch", "a prompt of one token", "two references, odd sides, a batch"))},
-    slow={"test_one_compiled_file_serves_calls_of_all_sizes": {FILE}},
+    slow={"test_one_compiled_file_serves_calls_of_all_sizes": {FILE},
+          "test_whole_prompts_are_natives": (f"{FILE}, onnxruntime",)},
     compiled={"one length": {"B": 2, "N": 48, "T": 12}},
 )  # fmt: skip

@@ -158,7 +158,8 @@ FAMILY = Family(
         "two control videos": {"B": 2, "F": 3, "R": 4, "C": 3, "T": 97, "V": 2},
     },
     slow={
-        "test_one_engine_of_onnx_runtime_serves_all_calls": ("tiny_wan_flf2v", "tiny_wan22_i2v", "tiny_wan22_5b"),
+        "test_one_engine_of_onnx_runtime_serves_all_calls": (
+            "tiny_wan_i2v", "tiny_wan_flf2v", "tiny_wan22_i2v", "tiny_wan22_5b"),
         "test_whole_prompts_are_natives": [f"{file}, onnxruntime" for file in (
             "tiny_wan_i2v", "tiny_wan_flf2v", "tiny_wan22_i2v", "tiny_wan_vace")],
     },
