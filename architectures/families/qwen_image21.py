@@ -25,6 +25,7 @@ from ..quantised_linear import linear_behind
 from ..shapes import Dim, Picture, Range, RequestedSizes, Sizes, Symbol, TensorSpec
 from ..sizes import BATCH, IMAGE, LATENT, PROMPT, REFERENCES, ImageTokenSizes
 from ..token_layers import MOST_KEPT, attended, normed, rotated
+from ..user_attention import computed
 
 PACKAGE = "comfy.ldm.qwen_image21"
 NETWORK, BLOCK = "QwenImage21Transformer2DModel", "QwenImage21TransformerBlock"
@@ -293,7 +294,7 @@ class _PrefixBlock(torch.nn.Module):
             end = start + count
             mask = torch.ones(count, end, dtype=torch.bool, device=x.device).tril(start) if is_text else None
             heads = (t.transpose(1, 2) for t in (q[:, start:end], k[:, :end], v[:, :end]))
-            found.append(F.scaled_dot_product_attention(*heads, attn_mask=mask).transpose(1, 2).flatten(2))
+            found.append(computed(*heads, mask))
             start = end
         return _behind_attention(self.block, x, torch.cat(found, 1), moves), torch.stack([k, v])
 
