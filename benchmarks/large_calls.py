@@ -53,8 +53,7 @@ def noise(case: Any, patcher: Any, size: tuple[int, int], call: Mapping[str, int
 
 def flat(latent: Any) -> torch.Tensor:
     """Return a latent as one tensor."""
-    return torch.cat([part.flatten() for part in latent.unbind()]) if hasattr(latent, "is_nested") and \
-        latent.is_nested else latent
+    return torch.cat([part.flatten() for part in latent.unbind()]) if latent.is_nested else latent
 
 
 def referring(case: Any, patcher: Any, size: tuple[int, int]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Large models, from Flux.1 to HunyuanVideo 1.5, at full size: a sampling step, native and on a torch engine.
+"""Large models, from Flux.1 to MiniMax H3, at full size: a sampling step, native and on a torch engine.
 
     python benchmarks/large_models.py --comfyui ~/ComfyUI --base /tmp/benchmark --out large.json --cases flux1_1024
 
