@@ -12,6 +12,8 @@ file. ``--profile`` adds the kernels of one step, native and on the engine, by t
 ``--again`` builds nothing: it times the first step on an engine of an earlier process, with another checkpoint and with
 a LoRA. Native's step comes first each time, and puts the weights on the GPU. A case that fails has its ``error`` in its
 row, and the next one runs. ``--tiny`` tries all of it with tiny models on a CPU: its figures mean nothing.
+
+Older ComfyUIs lack Qwen-Image 2.1: the tests' network stands for native's there, and a ``remark`` in the row says so.
 """
 
 from __future__ import annotations
