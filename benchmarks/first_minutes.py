@@ -36,8 +36,10 @@ from prompts import node, relative_difference
 from safetensors.torch import save_file
 
 WAYS = ("stock", "compile", "default", "build first")
+LAYERS = ("qkv", "qkv_proj", "linear1", "to_q", "self_attn.q")
+"""Those that a LoRA changes."""
 RUNS = 3
-STEPS = {"zimage": 8, "flux": 20, "qwen_image": 8, "wan": 4}
+STEPS = {"zimage": 8, "flux": 20, "qwen_image": 8, "wan": 4, "minimax_h3": 4}
 OTHER = {512: (448, 640), 1024: (832, 1216), 1328: (1104, 1472), 832: (480, 832)}
 """Width of a case's picture -> another size."""
 BUILD_SECONDS = 300
@@ -62,7 +64,7 @@ class Bench:
         weights = drawn(self.case.network, config, self.case.eight_bit, "cpu" if self.options.tiny else "cuda")
         lora = {}
         for key, weight in weights.items():
-            if weight.ndim == 2 and any(f"{part}.weight" in key for part in ("qkv", "linear1", "to_q", "self_attn.q")):
+            if weight.ndim == 2 and any(f"{part}.weight" in key for part in LAYERS):
                 start = f"diffusion_model.{key.removesuffix('.weight')}"
                 lora[f"{start}.lora_A.weight"] = 0.05 * torch.randn(16, weight.shape[1], dtype=torch.bfloat16)
                 lora[f"{start}.lora_B.weight"] = 0.05 * torch.randn(weight.shape[0], 16, dtype=torch.bfloat16)
@@ -99,9 +101,11 @@ class Bench:
         if case.network == "flux":
             made["guidance"] = node("FluxGuidance", conditioning=condition, guidance=3.5)
             condition = ["guidance", 0]
-        empty, more = ("EmptyHunyuanLatentVideo", {"length": case.length}) if case.length > 1 else (
-            "EmptySD3LatentImage", {})
-        made["latent"] = node(empty, width=size[0], height=size[1], batch_size=1, **more)
+        empty, more = ("EmptyHunyuanLatentVideo", {"batch_size": 1, "length": case.length}) if case.length > 1 else (
+            "EmptySD3LatentImage", {"batch_size": 1})
+        if case.network == "minimax_h3":  # a video with its sound
+            empty, more = "EmptyMiniMaxH3LatentAV", {"length": case.length}
+        made["latent"] = node(empty, width=size[0], height=size[1], **more)
         made["sampler"] = node(
             "KSampler", model=model, positive=condition, negative=condition, latent_image=["latent", 0], seed=seed,
             steps=STEPS[case.network], cfg=1.0, sampler_name="euler", scheduler="simple", denoise=1.0)  # fmt: skip

@@ -1,4 +1,4 @@
-"""Large models, from Flux.1 to HunyuanVideo 1.5, at full size: a sampling step, native and on a torch engine.
+"""Large models, from Flux.1 to MiniMax H3, at full size: a sampling step, native and on a torch engine.
 
     python benchmarks/large_models.py --comfyui ~/ComfyUI --base /tmp/benchmark --out large.json --cases flux1_1024
 
@@ -12,6 +12,8 @@ file. ``--profile`` adds the kernels of one step, native and on the engine, by t
 ``--again`` builds nothing: it times the first step on an engine of an earlier process, with another checkpoint and with
 a LoRA. Native's step comes first each time, and puts the weights on the GPU. A case that fails has its ``error`` in its
 row, and the next one runs. ``--tiny`` tries all of it with tiny models on a CPU: its figures mean nothing.
+
+Older ComfyUIs lack Qwen-Image 2.1: the tests' network stands for native's there, and a ``remark`` in the row says so.
 """
 
 from __future__ import annotations
@@ -21,7 +23,6 @@ import gc
 import json
 import statistics
 import sys
-import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -30,13 +31,13 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
+import large_calls
 import networks
-import psutil
 import tiny_models
 import tiny_transformers as small
 import torch
 from large_weights import HintEncoder, drawn, with_fun, with_lllite
-from timing import PeakMemory, kernels
+from timing import MainMemory, PeakMemory, kernels
 
 _FLUX1 = small.FLUX1 | {"hidden_size": 3072, "num_heads": 24, "context_in_dim": 4096, "vec_in_dim": 768, "depth": 19,
                   "depth_single_blocks": 38}  # fmt: skip
@@ -48,6 +49,14 @@ _KREA2 = {"features": 6144, "heads": 48, "kvheads": 12, "layers": 28, "txtdim": 
 _WAN = small.WAN | {"dim": 5120, "ffn_dim": 13824, "num_heads": 40, "num_layers": 40}
 _HUNYUAN15 = small.HUNYUAN_VIDEO15 | {"hidden_size": 2048, "num_heads": 16, "context_in_dim": 3584, "depth": 54,
                                 "depth_single_blocks": 0}  # fmt: skip
+_QWEN21 = {"width": 4096, "head": 128, "layers": 32, "prompt": 4096, "channels": 64}
+_H3 = {"adaln_curve_grid": 1025, "time_embed_dim": 8}
+_LTX23 = small.LTX23 | {
+    "num_layers": 48, "num_attention_heads": 32, "attention_head_dim": 128, "cross_attention_dim": 4096,
+    "audio_num_attention_heads": 32, "audio_attention_head_dim": 64, "audio_cross_attention_dim": 2048,
+    "caption_channels": 3840, "connector_num_layers": 8, "connector_num_attention_heads": 32,
+    "connector_attention_head_dim": 128, "audio_connector_num_attention_heads": 32,
+    "audio_connector_attention_head_dim": 64}
 _PRO2 = {"depth": 6, "depth_single_blocks": 0, "control_latent_channels": 16}
 _FUN = {"n_control_layers": 15, "additional_in_dim": 17, "refiner_control": True}
 STEPS = 12
@@ -61,10 +70,11 @@ class Case:
         network: kind of network, as ``tiny_models`` names it.
         width: features of a prompt's token; ``pooled`` those of the prompt as a whole.
         side: pixels along the width; ``height`` is another where it is not 0. A video has ``length`` frames.
-        eight_bit: attention and feed-forward layers are float8.
+        eight_bit: attention and feed-forward layers are ``fp8`` or ``int8``.
         control: one Flux ControlNet as large as Union Pro 2 acts in each step.
         fun: a Fun control of Z-Image, of these blocks, which one engine computes with the model.
         lllite: an LLLite acts on all layers of Anima that it can; one engine computes both.
+        references: pictures that the prompt refers to.
     """
 
     network: str
@@ -75,12 +85,13 @@ class Case:
     width: int
     tiny_width: int
     pooled: int = 0
-    eight_bit: bool = False
+    eight_bit: str = ""
     control: bool = False
     fun: dict[str, Any] | None = None
     lllite: bool = False
     height: int = 0
     length: int = 1
+    references: int = 0
 
 
 _FLUX = Case("flux", _FLUX1, small.FLUX1, 1024, 512, 4096, 64, pooled=768)
@@ -88,18 +99,23 @@ _Z = Case("zimage", _ZIMAGE, small.ZIMAGE, 1024, 128, 2560, 64)
 _ANIMA = Case("anima", small.ANIMA | {"model_channels": 2048, "num_blocks": 28, "num_heads": 16},
               small.ANIMA | {"model_channels": 256}, 1024, 512, 1024, 1024)  # fmt: skip
 _VIDEO = Case("wan", _WAN, small.WAN, 832, 512, 4096, 4096, height=480, length=17)
+_MINIMAX = Case("minimax_h3", _H3, small.MINIMAX_H3_PRUNED, 832, 256, 5120, 64, height=480, length=124)
 CASES = {
-    "flux1_1024": _FLUX, "flux1_512": replace(_FLUX, side=512), "flux1_1024_fp8": replace(_FLUX, eight_bit=True),
+    "flux1_1024": _FLUX, "flux1_512": replace(_FLUX, side=512), "flux1_1024_fp8": replace(_FLUX, eight_bit="fp8"),
     "flux1_1024_cn": replace(_FLUX, control=True), "zimage_1024": _Z, "zimage_512": replace(_Z, side=512),
-    "zimage_1024_fp8": replace(_Z, eight_bit=True),
+    "zimage_1024_fp8": replace(_Z, eight_bit="fp8"),
     "zimage_1024_fun": replace(_Z, tiny=small.ZIMAGE | {"n_layers": 29}, fun=_FUN),
-    "krea2_1024_fp8": Case("krea2", _KREA2, small.KREA2, 1024, 64, 12 * 2560, 240, eight_bit=True),
+    "krea2_1024_fp8": Case("krea2", _KREA2, small.KREA2, 1024, 64, 12 * 2560, 240, eight_bit="fp8"),
     "qwen_1328_fp8": Case("qwen_image", _QWEN, small.QWEN_IMAGE | {"in_channels": 64, "num_layers": 2}, 1328, 64, 3584,
-                          48, eight_bit=True),
+                          48, eight_bit="fp8"),
     "anima_1024": _ANIMA, "anima_1024_lllite": replace(_ANIMA, lllite=True),
-    "wan22_480": _VIDEO, "wan22_480_fp8": replace(_VIDEO, eight_bit=True),
-    "wan22_480_49_fp8": replace(_VIDEO, eight_bit=True, length=49),
+    "wan22_480": _VIDEO, "wan22_480_fp8": replace(_VIDEO, eight_bit="fp8"),
+    "wan22_480_49_fp8": replace(_VIDEO, eight_bit="fp8", length=49),
     "hunyuan15_480": Case("hunyuan", _HUNYUAN15, small.HUNYUAN_VIDEO15, 848, 128, 3584, 64, 768, height=480, length=33),
+    "h3_480_124": _MINIMAX, "h3_480_124_int8": replace(_MINIMAX, eight_bit="int8"),
+    "ltx23_720_121_fp8": Case("ltx2", _LTX23, small.LTX23, 1280, 1024, 6144, 96, eight_bit="fp8", height=704,
+                              length=121),
+    "qwen21_1024_edit": Case("qwen_image21", _QWEN21, small.QWEN_IMAGE21, 1024, 128, 4096, 48, references=1),
 }  # fmt: skip
 
 
@@ -118,21 +134,24 @@ class Model:
         self.height = self.side if tiny or not case.height else case.height
         device = "cpu" if tiny else "cuda"
         config, width = (case.tiny, case.tiny_width) if tiny else (case.config, case.width)
+        self.remark = large_calls.let_comfyui_know(case.network)
         weights = drawn(case.network, config, case.eight_bit, device)
+        told = {"config": json.dumps({"transformer": config})} if case.network == "ltx2" else None
         with small.small_anima_adapter():
-            self.native = comfy.sd.load_diffusion_model_state_dict(weights)
+            self.native = comfy.sd.load_diffusion_model_state_dict(weights, metadata=told)
         self.control = None
         if case.control:
             control = config | (_PRO2 | {"depth": 1} if tiny else _PRO2)
             self.control = comfy.controlnet.load_controlnet_state_dict(
-                drawn("flux_controlnet", control, False, device))
+                drawn("flux_controlnet", control, "", device))
         del weights
         if case.fun is not None:
             self.native = with_fun(self.native, config, case.fun, self.side, device)
         if case.lllite:
             self.native = with_lllite(self.native, config, self.side, device)
         pooled = {"pooled_output": torch.randn(1, config.get("vec_in_dim") or case.pooled)} if case.pooled else {}
-        self.prompt = torch.randn(1, case.tokens, width), pooled
+        referring = large_calls.referring(case, self.native, (self.side, self.height))
+        self.prompt = torch.randn(1, case.tokens, width), pooled | referring
         self.network = NativeNetwork.of_model(self.native, "model")
         self.library, self.backend = Library([base / "models" / "trt_engines"]), backends()["torch"]
         self.choice = EngineChoice(self._profile(), "auto", "torch")
@@ -152,7 +171,8 @@ class Model:
         profile = architecture.profile(RequestedSizes(max_tokens=self.case.tokens)).only(own)
         unit = architecture.symbols["T"].step
         calls = architecture.calls(profile, Picture(self.side, self.height, (1,), length=self.case.length))
-        return [call | {"T": -(-self.case.tokens // unit)} for call in calls]
+        before = self.case.tokens + sum(one[0, 0].numel() for one in self.prompt[1].get("reference_latents", ()))
+        return [call | {"T": -(-before // unit)} for call in calls]
 
     def build(self) -> float:
         """Build the engines of the backbone and of the ControlNet; return the error that the first build measured."""
@@ -209,11 +229,8 @@ class Model:
         """A sampling by ComfyUI's code: the latent, and the milliseconds from one step to the next."""
         import comfy.sample
 
-        format_ = self.native.get_model_object("latent_format")
-        frames = [(self.case.length - 1) // 4 + 1] if format_.latent_dimensions == 3 else []
-        pixels = format_.spacial_downscale_ratio
-        shape = (1, format_.latent_channels, *frames, self.height // pixels, self.side // pixels)
-        noise = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+        size, call = (self.side, self.height), self._calls(self.network)[0]
+        noise = large_calls.noise(self.case, self.native, size, call, seed)
         tokens, options = self.prompt
         options = dict(options)
         net = self.backed if engines else self.control
@@ -224,10 +241,10 @@ class Model:
         conds = [[tokens, options]]
         latent = comfy.sample.sample(
             self.patched if engines else self.native, noise, steps, 1.0, "euler", "simple", conds, conds,
-            torch.zeros(shape), callback=lambda *_: stamps.append(_now()), disable_pbar=True, seed=seed)
+            noise * 0.0, callback=lambda *_: stamps.append(_now()), disable_pbar=True, seed=seed)
         if torch.cuda.is_available():
             torch.cuda.synchronize()
-        return latent, [_between(a, b) for a, b in zip(stamps[:-1], stamps[1:], strict=True)]
+        return large_calls.flat(latent), [_between(a, b) for a, b in zip(stamps[:-1], stamps[1:], strict=True)]
 
     def sample_in_float32(self) -> torch.Tensor:
         """The latent after a native step that computes in float32, with the same weights."""
@@ -255,32 +272,6 @@ def _between(start: Any, end: Any) -> float:
     return 1000 * (end - start) if isinstance(start, float) else start.elapsed_time(end)
 
 
-class MainMemory:
-    """The most main memory of this process and its children inside the block, in MB, less what it had before."""
-
-    def __enter__(self) -> MainMemory:
-        self.peak, self._before, self._ended = 0.0, self._used(), threading.Event()
-        threading.Thread(target=self._watch, daemon=True).start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._ended.set()
-
-    def _watch(self) -> None:
-        while not self._ended.wait(0.2):
-            self.peak = max(self.peak, self._used() - self._before)
-
-    @staticmethod
-    def _used() -> float:
-        this, total = psutil.Process(), 0
-        for process in (this, *this.children(recursive=True)):
-            try:
-                total += process.memory_info().rss - process.memory_info().shared
-            except psutil.Error:
-                continue
-        return total / 1e6
-
-
 def measure(case: Case, base: Path, tiny: bool, profile: bool) -> dict[str, Any]:
     """Return a case's row."""
     from hybrid_trt.engine_library.engine import relative_error
@@ -289,7 +280,7 @@ def measure(case: Case, base: Path, tiny: bool, profile: bool) -> dict[str, Any]
     steps = 3 if tiny else STEPS
     model = Model(case, base, tiny)
     row: dict[str, Any] = {"precision": model.network.precision, "side": model.side, "height": model.height,
-                           "length": case.length, "tokens": case.tokens}
+                           "length": case.length, "tokens": case.tokens, "remark": model.remark}
     wanted, _ = model.sample(False, 1)
     row["native_ms"], row["native_peak_mb"] = timed(memory, lambda: model.sample(False, steps)[1])
     started = time.perf_counter()

@@ -2,40 +2,58 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import tiny_models
 import torch
 
 _LLLITE = {"channels": 3, "cond_dim": 64, "cond_emb_dim": 32, "mlp_dim": 64, "resblocks": 1, "aspp": True}
+_FP8 = "float8_e4m3fn"
+_TURNED = {"format": "int8_tensorwise", "convrot": True, "convrot_groupsize": 256}
+_IN_FLOAT32 = ("patch_proj", "adaln_", "video_out.", "audio_out.", "inv_freq")
+"""Parts of names of what MiniMax H3's files have in float32."""
 _TARGETS = ("self_attn_q_proj", "self_attn_k_proj", "self_attn_v_proj", "cross_attn_q_proj", "mlp_layer1")
 
 
-def drawn(network: str, config: dict[str, Any], eight_bit: bool, device: str) -> dict[str, torch.Tensor]:
-    """Random weights in main memory, bfloat16 but for layers in eight bits; drawn on the device."""
-    shapes = tiny_models._SHAPES[network](config)
-    kind, scale = "float8_e4m3fn", tiny_models._QUANTISED["float8_e4m3fn"][1]
-    marker = torch.tensor(list(tiny_models._quantised_as(kind)), dtype=torch.uint8)
+def drawn(network: str, config: dict[str, Any], eight_bit: str, device: str) -> dict[str, torch.Tensor]:
+    """Random weights in main memory, bfloat16 but for layers in eight bits; drawn on the device.
+
+    Args:
+        eight_bit: what layers in blocks are: ``fp8``, or ``int8`` in rows that are turned, or nothing.
+    """
     found = {}
-    for name, shape in shapes.items():
+    for name, shape in tiny_models._SHAPES[network](config).items():
         values = torch.randn(shape, device=device)
         if len(shape) > 1:
             values *= 1 / max(1, torch.Size(shape[1:]).numel()) ** 0.5
         else:
             values = 0.05 * values + (1.0 if name.endswith(("weight", "scale")) else 0.0)
-        layer = name.removesuffix(".weight")
         if eight_bit and len(shape) == 2 and _is_in_blocks(name):
-            found |= {f"{layer}.weight_scale": torch.tensor(scale), f"{layer}.comfy_quant": marker}
-            found[name] = (values / scale).clamp(-448, 448).to(torch.float8_e4m3fn).cpu()
+            found |= _in_eight_bits(name.removesuffix(".weight"), values, eight_bit)
         else:
-            found[name] = values.to(torch.bfloat16).cpu()
+            exact = network == "minimax_h3" and any(part in name for part in _IN_FLOAT32)
+            found[name] = values.to(torch.float32 if exact else torch.bfloat16).cpu()
     return found
+
+
+def _in_eight_bits(layer: str, values: torch.Tensor, eight_bit: str) -> dict[str, torch.Tensor]:
+    """A layer's weights as ComfyUI saves them. Random ones are as random before they are turned, so none is."""
+    if eight_bit == "int8":
+        scale, words = values.abs().amax(1, keepdim=True) / 127, json.dumps(_TURNED).encode()
+        values = (values / scale).round().clamp(-127, 127).to(torch.int8)
+    else:
+        scale, words = torch.tensor(tiny_models._QUANTISED[_FP8][1]), tiny_models._quantised_as(_FP8)
+        values = (values / scale.to(values)).clamp(-448, 448).to(torch.float8_e4m3fn)
+    marker = torch.tensor(list(words), dtype=torch.uint8)
+    return {f"{layer}.weight": values.cpu(), f"{layer}.weight_scale": scale.cpu(), f"{layer}.comfy_quant": marker}
 
 
 def _is_in_blocks(name: str) -> bool:
     return name.endswith(".weight") and any(part in name for part in (
         "double_blocks.", "single_blocks.", "transformer_blocks.", "layers.", "blocks.")) and not any(
-        part in name for part in ("norm", "modulation", "adaLN", "mod."))  # fmt: skip
+        part in name for part in ("norm", "modulation", "adaLN", "adaln", "mod.", "token_refiner", "connector",
+                                  "gate_logits"))  # fmt: skip
 
 
 def with_fun(model: Any, config: dict[str, Any], fun: dict[str, Any], side: int, device: str) -> Any:
@@ -67,7 +85,7 @@ def with_lllite(model: Any, config: dict[str, Any], side: int, device: str) -> A
 
     targets = [f"{i}_{target}" for i in range(config["num_blocks"]) for target in _TARGETS]
     sizes = {"model_channels": config["model_channels"], "targets": targets}
-    weights = drawn("anima_lllite", _LLLITE | sizes, False, device)
+    weights = drawn("anima_lllite", _LLLITE | sizes, "", device)
     net = AnimaLLLite(weights, {}, device="cpu", dtype=torch.bfloat16, operations=comfy.ops.manual_cast)
     patch = CoreModelPatcher(net, get_torch_device(), unet_offload_device())
     net.load_state_dict(weights, assign=patch.is_dynamic())

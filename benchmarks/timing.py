@@ -10,6 +10,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
+import psutil
 import torch
 
 
@@ -99,3 +100,29 @@ class PeakMemory:
         self._stop.set()
         self._thread.join()
         self.peak = round(max(self.peak, self._used() - self.before), 1)
+
+
+class MainMemory:
+    """The most main memory of this process and its children inside the block, in MB, less what it had before."""
+
+    def __enter__(self) -> MainMemory:
+        self.peak, self._before, self._ended = 0.0, self._used(), threading.Event()
+        threading.Thread(target=self._watch, daemon=True).start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+
+    def _watch(self) -> None:
+        while not self._ended.wait(0.2):
+            self.peak = max(self.peak, self._used() - self._before)
+
+    @staticmethod
+    def _used() -> float:
+        this, total = psutil.Process(), 0
+        for process in (this, *this.children(recursive=True)):
+            try:
+                total += process.memory_info().rss - process.memory_info().shared
+            except psutil.Error:
+                continue
+        return total / 1e6

@@ -91,7 +91,11 @@ class LTX2(ImageTokenSizes):
                 TensorSpec("sound_out", dtype, (BATCH, SOUND, module.audio_out_channels))]  # fmt: skip
 
     def passes(self, module: LTXAVModel) -> list[PerImagePass]:
-        """See ``Architecture``: none. Native prepares prompts before sampling, by layers that go out."""
+        """See ``Architecture``: none. Native prepares prompts before sampling, by layers that go out.
+
+        So does native's factory of layers: that of quantised files is a class that no other process can import.
+        """
+        module.operations = None
         module.video_embeddings_connector = module.audio_embeddings_connector = torch.nn.Identity()
         if module.caption_proj_before_connector:
             module.caption_projection = module.audio_caption_projection = torch.nn.Identity()

@@ -10,9 +10,11 @@ import pytest
 import torch
 from comfy.model_patcher import ModelPatcher
 from comfy.nested_tensor import NestedTensor
+from comfy.ops import mixed_precision_ops
 from dynamic_vram import on_cpu
 from family_contract import ACTS, LIMIT, Prompt, drawing, lora_of
 from hybrid_trt.comfy_model.network import NativeNetwork
+from hybrid_trt.comfy_model.snapshot import without_weights, write_structure
 from hybrid_trt.engine_library import Unavailable
 from model_families.ltx2 import FAMILY, FILE, KNOWS_25, LTX23, guides
 from token_calls import Patched, network_of
@@ -46,6 +48,15 @@ def test_a_version_of_comfyui_that_does_not_know_a_file_is_a_reason(models: dict
     else:
         with pytest.raises(Unavailable, match="missing weights"):
             network.architecture()
+
+
+def test_a_network_of_a_quantised_file_is_handed_to_the_builder(
+    models: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It keeps ComfyUI's factory of its layers, a class that no other process can import."""
+    network = network_of(models, LTX23)
+    monkeypatch.setattr(network.module, "operations", mixed_precision_ops())
+    assert without_weights(write_structure(network, torch.float32)).transformer_blocks
 
 
 @pytest.mark.parametrize("file", [FILE, LTX23])
