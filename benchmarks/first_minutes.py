@@ -39,7 +39,7 @@ WAYS = ("stock", "compile", "default", "build first")
 LAYERS = ("qkv", "qkv_proj", "linear1", "to_q", "self_attn.q")
 """Those that a LoRA changes."""
 RUNS = 3
-STEPS = {"zimage": 8, "flux": 20, "qwen_image": 8, "wan": 4, "minimax_h3": 4}
+STEPS = {"zimage": 8, "flux": 20, "qwen_image": 8, "krea2": 8, "wan": 4, "minimax_h3": 4, "unet": 20}
 OTHER = {512: (448, 640), 1024: (832, 1216), 1328: (1104, 1472), 832: (480, 832)}
 """Width of a case's picture -> another size."""
 BUILD_SECONDS = 300

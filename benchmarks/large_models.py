@@ -37,7 +37,9 @@ import tiny_models
 import tiny_transformers as small
 import torch
 from large_weights import HintEncoder, drawn, with_fun, with_lllite
+from models import CONFIGS
 from timing import MainMemory, PeakMemory, kernels
+from tiny_recipes import SDXL
 
 _FLUX1 = small.FLUX1 | {"hidden_size": 3072, "num_heads": 24, "context_in_dim": 4096, "vec_in_dim": 768, "depth": 19,
                   "depth_single_blocks": 38}  # fmt: skip
@@ -57,6 +59,8 @@ _LTX23 = small.LTX23 | {
     "caption_channels": 3840, "connector_num_layers": 8, "connector_num_attention_heads": 32,
     "connector_attention_head_dim": 128, "audio_connector_num_attention_heads": 32,
     "audio_connector_attention_head_dim": 64}
+_KLEIN9 = small.FLUX2 | {"hidden_size": 4096, "num_heads": 32, "context_in_dim": 12288, "depth": 8,
+                         "depth_single_blocks": 24}  # fmt: skip
 _PRO2 = {"depth": 6, "depth_single_blocks": 0, "control_latent_channels": 16}
 _FUN = {"n_control_layers": 15, "additional_in_dim": 17, "refiner_control": True}
 STEPS = 12
@@ -96,6 +100,8 @@ class Case:
 
 _FLUX = Case("flux", _FLUX1, small.FLUX1, 1024, 512, 4096, 64, pooled=768)
 _Z = Case("zimage", _ZIMAGE, small.ZIMAGE, 1024, 128, 2560, 64)
+_KREA = Case("krea2", _KREA2, small.KREA2, 1024, 64, 12 * 2560, 240, eight_bit="fp8")
+_KLEIN = Case("flux", _KLEIN9, small.FLUX2, 1024, 512, 12288, 64)
 _ANIMA = Case("anima", small.ANIMA | {"model_channels": 2048, "num_blocks": 28, "num_heads": 16},
               small.ANIMA | {"model_channels": 256}, 1024, 512, 1024, 1024)  # fmt: skip
 _VIDEO = Case("wan", _WAN, small.WAN, 832, 512, 4096, 4096, height=480, length=17)
@@ -103,14 +109,17 @@ _MINIMAX = Case("minimax_h3", _H3, small.MINIMAX_H3_PRUNED, 832, 256, 5120, 64, 
 CASES = {
     "flux1_1024": _FLUX, "flux1_512": replace(_FLUX, side=512), "flux1_1024_fp8": replace(_FLUX, eight_bit="fp8"),
     "flux1_1024_cn": replace(_FLUX, control=True), "zimage_1024": _Z, "zimage_512": replace(_Z, side=512),
-    "zimage_1024_fp8": replace(_Z, eight_bit="fp8"),
+    "klein9_1024": _KLEIN, "klein9_1024_fp8": replace(_KLEIN, eight_bit="fp8"),
+    "zimage_1024_fp8": replace(_Z, eight_bit="fp8"), "zimage_1024_int8": replace(_Z, eight_bit="int8"),
     "zimage_1024_fun": replace(_Z, tiny=small.ZIMAGE | {"n_layers": 29}, fun=_FUN),
-    "krea2_1024_fp8": Case("krea2", _KREA2, small.KREA2, 1024, 64, 12 * 2560, 240, eight_bit="fp8"),
+    "krea2_1024_fp8": _KREA, "krea2_1024_int8": replace(_KREA, eight_bit="int8"),
     "qwen_1328_fp8": Case("qwen_image", _QWEN, small.QWEN_IMAGE | {"in_channels": 64, "num_layers": 2}, 1328, 64, 3584,
                           48, eight_bit="fp8"),
     "anima_1024": _ANIMA, "anima_1024_lllite": replace(_ANIMA, lllite=True),
     "wan22_480": _VIDEO, "wan22_480_fp8": replace(_VIDEO, eight_bit="fp8"),
     "wan22_480_49_fp8": replace(_VIDEO, eight_bit="fp8", length=49),
+    "wan22_480_81_fp8": replace(_VIDEO, eight_bit="fp8", length=81),
+    "sdxl_1024": Case("unet", CONFIGS["sdxl"], SDXL, 1024, 77, 2048, 2048, pooled=1280),
     "hunyuan15_480": Case("hunyuan", _HUNYUAN15, small.HUNYUAN_VIDEO15, 848, 128, 3584, 64, 768, height=480, length=33),
     "h3_480_124": _MINIMAX, "h3_480_124_int8": replace(_MINIMAX, eight_bit="int8"),
     "ltx23_720_121_fp8": Case("ltx2", _LTX23, small.LTX23, 1280, 1024, 6144, 96, eight_bit="fp8", height=704,

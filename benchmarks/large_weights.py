@@ -17,7 +17,7 @@ _TARGETS = ("self_attn_q_proj", "self_attn_k_proj", "self_attn_v_proj", "cross_a
 
 
 def drawn(network: str, config: dict[str, Any], eight_bit: str, device: str) -> dict[str, torch.Tensor]:
-    """Random weights in main memory, bfloat16 but for layers in eight bits; drawn on the device.
+    """Random weights in main memory, in files' usual half precision but for layers in eight bits; drawn on the device.
 
     Args:
         eight_bit: what layers in blocks are: ``fp8``, or ``int8`` in rows that are turned, or nothing.
@@ -33,7 +33,8 @@ def drawn(network: str, config: dict[str, Any], eight_bit: str, device: str) -> 
             found |= _in_eight_bits(name.removesuffix(".weight"), values, eight_bit)
         else:
             exact = network == "minimax_h3" and any(part in name for part in _IN_FLOAT32)
-            found[name] = values.to(torch.float32 if exact else torch.bfloat16).cpu()
+            usual = torch.float16 if network == "unet" else torch.bfloat16
+            found[name] = values.to(torch.float32 if exact else usual).cpu()
     return found
 
 
