@@ -6,7 +6,7 @@ Which function it calls is known when it runs. So code that is compiled with it 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from typing import Any
 
@@ -26,13 +26,13 @@ def called() -> Called | None:
     return _called.get()
 
 
-@contextmanager
-def calling_users(extras: Mapping[str, Any], users: bool) -> Iterator[None]:
+def calling_users(extras: Mapping[str, Any], users: bool) -> AbstractContextManager[None]:
     """Let attention inside be that of ComfyUI's process, or a call's override, where ``users`` is set."""
+    if not users:
+        return nullcontext()
     from comfy.ldm.modules import attention
 
-    with _calling((attention.optimized_attention, extras.get(OVERRIDE)) if users else called()):
-        yield
+    return _calling((attention.optimized_attention, extras.get(OVERRIDE)))
 
 
 @contextmanager

@@ -299,7 +299,7 @@ NODES = [
     TestEndLoop,
     *image_nodes.NODES,
     _node("TestConditioning", conditioning, [
-        integer("tokens", 77, 1, 77 * 8), integer("width", 768, 1, 4096), integer("pooled", 0, 0, 4096), SEED,
+        integer("tokens", 77, 1, 77 * 16), integer("width", 768, 1, 1 << 15), integer("pooled", 0, 0, 4096), SEED,
     ], io.Conditioning),
     _node("TestPromptMask", prompt_mask, [io.Conditioning.Input("conditioning"), integer("words", 9, 1)],
           io.Conditioning),
