@@ -34,8 +34,9 @@ def plain_copy(
 ) -> torch.nn.Module:
     """Copy the structure of a module; its tensors come from ``parameter`` and ``buffer``.
 
-    Layers cast weights of another dtype than ``dtype`` while they run, as ComfyUI's do. The native module stays
-    untouched, whatever state ComfyUI has loaded it in: only its structure is walked.
+    Layers cast weights of another dtype than ``dtype`` while they run, as ComfyUI's do. Layers of a class that always
+    casts do so too: an input may have another dtype than all weights, as where a quantised model gets one in float32.
+    The native module stays untouched, whatever state ComfyUI has loaded it in: only its structure is walked.
 
     Args:
         dtype: the dtype that the copy computes in.
@@ -90,7 +91,8 @@ def _copy(
         for k, m in module._modules.items()
     )
     if hasattr(module, "comfy_cast_weights"):
-        copy.comfy_cast_weights = any(p is not None and p.dtype != dtype for p in copy._parameters.values())
+        other = any(p is not None and p.dtype != dtype for p in copy._parameters.values())
+        copy.comfy_cast_weights = other or getattr(kind, "comfy_cast_weights", False)
         copy.weight_function, copy.bias_function = [], []
     if isinstance(getattr(module, "dtype", None), torch.dtype):
         copy.dtype = dtype

@@ -187,7 +187,7 @@ def keep_channels_last(graph: torch.fx.GraphModule) -> None:
     """Let what is put together from several images' channels lie in memory as convolutions read it, on a GPU.
 
     Where a norm and a convolution read it, Inductor lays it out for the norm's copy, channel by channel, and each
-    kernel that reads or writes it then jumps through memory.
+    kernel that reads or writes it then jumps through memory. Tokens that attention reads are no channels.
     """
     try:
         from torch._inductor.inductor_prims import force_stride_order
@@ -196,7 +196,7 @@ def keep_channels_last(graph: torch.fx.GraphModule) -> None:
         return
     for node in graph.graph.find_nodes(op="call_function", target=aten.cat.default):
         value = node.meta["val"]
-        if value.ndim != 4 or value.device.type != "cuda" or list(node.args[1:]) != [1]:  # no channels
+        if value.device.type != "cuda" or not _is_of_channels(node):
             continue
         strides = torch.empty(value.shape, device="meta").to(memory_format=torch.channels_last).stride()
         with graph.graph.inserting_after(node):
@@ -204,3 +204,11 @@ def keep_channels_last(graph: torch.fx.GraphModule) -> None:
         laid_out.meta["val"] = value
         node.replace_all_uses_with(laid_out, delete_user_cb=lambda user, laid_out=laid_out: user is not laid_out)
     graph.recompile()
+
+
+def _is_of_channels(cat: torch.fx.Node) -> bool:
+    """Tell whether images' channels are put together; tokens of heads are too, and their count may be free."""
+    value = cat.meta["val"]
+    if value.ndim != 4 or list(cat.args[1:]) != [1] or not isinstance(value.shape[1], int):
+        return False
+    return any(user.target is not aten.transpose.int for user in cat.users)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 
 import pytest
@@ -186,11 +187,18 @@ def test_other_convolutions_are_left_to_cudnn(size: tuple[int, int], kernel: int
     assert inductor_tuning.convolution_of_few_pixels(*convolution(x, weight, None, **named)) is NotImplemented
 
 
-def joined(device: str) -> torch.fx.GraphModule:
-    """Channels of two images put together, traced as on a device: (2, 12, 8, 8)."""
-    with FakeTensorMode():
+def joined(
+    device: str, read: Callable[[torch.Tensor], torch.Tensor] = lambda x: x * 2, mode: str = "real"
+) -> torch.fx.GraphModule:
+    """Channels of two images put together, traced as on a device: (2, 12, 8, 8).
+
+    Args:
+        read: what reads them.
+        mode: ``symbolic`` leaves sizes free.
+    """
+    with FakeTensorMode() if mode == "real" else nullcontext():
         given = [torch.empty(2, channels, 8, 8, device="meta") for channels in (4, 8)]
-    graph = make_fx(lambda a, b: torch.cat([a, b], 1) * 2)(*given)
+    graph = make_fx(lambda a, b: read(torch.cat([a, b], 1)), tracing_mode=mode)(*given)
     for node in graph.graph.nodes:
         if isinstance(value := node.meta.get("val"), torch.Tensor):
             shape = torch.empty_strided(value.shape, value.stride(), device="meta")
@@ -212,3 +220,14 @@ def test_channels_put_together_lie_on_a_gpu_as_convolutions_read_them() -> None:
     before = str(on_cpu.graph)
     inductor_tuning.keep_channels_last(on_cpu)
     assert str(on_cpu.graph) == before, "there they stay as they are"
+
+
+@pytest.mark.parametrize(
+    ("read", "mode"), [(lambda x: x * 2, "symbolic"), (lambda x: x.transpose(1, 2), "real")],
+    ids=["their count is free", "turned for attention"],
+)  # fmt: skip
+def test_tokens_put_together_stay_as_they_are(read: Callable[[torch.Tensor], torch.Tensor], mode: str) -> None:
+    graph = joined("cuda", read, mode)
+    before = str(graph.graph)
+    inductor_tuning.keep_channels_last(graph)
+    assert str(graph.graph) == before
