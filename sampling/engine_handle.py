@@ -300,10 +300,11 @@ class ServedCall:
         stats.count_engine(served.backend_name, uncovered, self.beside)
         if (why := served.plain) is not None:
             stats.count_plain(why)
-        if stats.engine_name != served.name:  # the first call of a run
+        name = served.name
+        if stats.engine_name != name:  # the first call of a run
             inventory.mark_used(served.serving)
             stats.proof = measurements.call_times(served.serving)
-        stats.engine_name = served.name
+            stats.engine_name = name
 
     def state(self) -> Hashable | None:
         """Return a key of the engine's state; None if it would not serve the call again, or if calls are timed."""

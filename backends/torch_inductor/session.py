@@ -104,7 +104,7 @@ class LiveSession:
     @property
     def name(self) -> str:
         """Return what served, for reports."""
-        return next((engine.folder.name for engine in self.serving), "live weights, CUDA graph")
+        return self._opened[self._last].folder.name if self._last in self._opened else "live weights, CUDA graph"
 
     @property
     def serving(self) -> list[Engine]:
