@@ -37,7 +37,7 @@ from safetensors.torch import save_file
 
 WAYS = ("stock", "compile", "default", "build first")
 LAYERS = ("qkv", "qkv_proj", "linear1", "to_q", "self_attn.q")
-"""Those that a LoRA changes."""
+"""Parts of the names of layers that a LoRA changes."""
 RUNS = 3
 STEPS = {"zimage": 8, "flux": 20, "qwen_image": 8, "krea2": 8, "wan": 4, "minimax_h3": 4, "unet": 20}
 OTHER = {512: (448, 640), 1024: (832, 1216), 1328: (1104, 1472), 832: (480, 832)}
@@ -114,7 +114,8 @@ class Bench:
 
     @property
     def _pooled(self) -> int:
-        return self.case.tiny.get("vec_in_dim", 0) if self.options.tiny and self.case.pooled else self.case.pooled
+        own = self.case.tiny.get("vec_in_dim") if self.options.tiny and self.case.pooled else None
+        return own or self.case.pooled
 
     def _placed(self, comfy: ComfyProcess) -> dict[str, Any]:
         """The settings of a node that was just placed."""

@@ -145,9 +145,9 @@ class Model:
         config, width = (case.tiny, case.tiny_width) if tiny else (case.config, case.width)
         self.remark = large_calls.let_comfyui_know(case.network)
         weights = drawn(case.network, config, case.eight_bit, device)
-        told = {"config": json.dumps({"transformer": config})} if case.network == "ltx2" else None
+        metadata = {"config": json.dumps({"transformer": config})} if case.network == "ltx2" else None
         with small.small_anima_adapter():
-            self.native = comfy.sd.load_diffusion_model_state_dict(weights, metadata=told)
+            self.native = comfy.sd.load_diffusion_model_state_dict(weights, metadata=metadata)
         self.control = None
         if case.control:
             control = config | (_PRO2 | {"depth": 1} if tiny else _PRO2)

@@ -34,8 +34,8 @@ def plain_copy(
 ) -> torch.nn.Module:
     """Copy the structure of a module; its tensors come from ``parameter`` and ``buffer``.
 
-    Layers cast weights of another dtype than ``dtype`` while they run, as ComfyUI's do. Layers of a class that always
-    casts do so too: an input may have another dtype than all weights, as where a quantised model gets one in float32.
+    Layers cast weights of another dtype than ``dtype`` while they run, as ComfyUI's do. A layer whose class always
+    casts goes on casting: a quantised model may give it an input in float32, while its weights are in half precision.
     The native module stays untouched, whatever state ComfyUI has loaded it in: only its structure is walked.
 
     Args:

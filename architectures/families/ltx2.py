@@ -93,7 +93,7 @@ class LTX2(ImageTokenSizes):
     def passes(self, module: LTXAVModel) -> list[PerImagePass]:
         """See ``Architecture``: none. Native prepares prompts before sampling, by layers that go out.
 
-        So does native's factory of layers: that of quantised files is a class that no other process can import.
+        Native's factory of layers goes out too. For quantised files it is a class that no other process can import.
         """
         module.operations = None
         module.video_embeddings_connector = module.audio_embeddings_connector = torch.nn.Identity()
