@@ -124,12 +124,15 @@ class NodeStates:
 
     def state(self, key: str, request: NodeRequest) -> dict:
         """For the page: ``state``, ``text``, the engine or the job, ``run``: the last run, the fit of sizes;
-        without an engine ``outlook``: why, and how long a build takes.
+        without an engine ``outlook``: why, and how long a build takes; ``build_helps``: whether a build would give
+        the node its engine, or one for all its sizes.
 
         Args:
             request: the node's settings, read from its prompt. A node that has not run yet is known by it alone.
         """
         answer, known, engines = self._state(key, request)
+        served = answer["state"] == "ready" and answer["engine"]["covers"]
+        answer["build_helps"] = not served and answer["state"] not in ("queued", "building", "unavailable")
         family, choice = (known.architecture, known.backend) if known else ("", "")
         tokens = longest_prompt(key, family)
         engines = engines if answer["state"] == "ready" else ()

@@ -203,7 +203,7 @@ export class Builder {
         const uses = usesOf(view.state), lacking = uses.filter(({ state }) => !["ready", "queued", "building"].includes(state));
         const keys = (lacking.length ? lacking : uses).map(({ key }) => key);
         this.tracker.failures.set(view.node, { keys, text });
-        view.show(changedUses(view.state, (use) => (keys.includes(use.key) ? { ...use, state: "failed", text, job: null } : use)));
+        view.show(changedUses(view.state, (use) => (keys.includes(use.key) ? { ...use, state: "failed", build_helps: true, text, job: null } : use)));
     }
 
     /** The server is there again; a message names the builds that it has lost. */

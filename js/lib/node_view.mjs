@@ -16,7 +16,7 @@ export class NodeView {
     constructor(node, actions) {
         this.node = node;
         this.actions = actions;
-        this.state = { state: "unknown" };
+        this.state = { state: "unknown", build_helps: true };
         this.key = "";
         this.badge = "";
         this.note = ""; // what is wrong with the node's own settings

@@ -2,13 +2,10 @@
 
 import { said } from "./server_zh.mjs";
 import { t } from "./texts.mjs";
-import { duration, elapsed, errorOf, shortName, size } from "./words.mjs";
+import { duration, elapsed, errorOf, marked, shortName, size } from "./words.mjs";
 
 /** @typedef {{label: string, engines: any[], bytes: number}} Group the engines of one model */
 
-/** Signs beside the words of a state: no colour tells it alone. */
-const MARKS = { ready: "✓", done: "✓", stale: "!", unchecked: "?", broken: "✕", failed: "✕", running: "▶", queued: "…" };
-const JOBS = { running: "running", queued: "queued", done: "done", failed: "failed", cancelled: "stateCancelled" };
 const ENDED_SHOWN = 3;
 export const LIVE = ["running", "queued"];
 
@@ -51,10 +48,10 @@ export function grouped(engines, order) {
  * @returns {{title: string, meta: string, details: string[]}}
  */
 export function engineRow(engine, order = "") {
-    const state = `${MARKS[engine.state] ?? ""} ${t(engine.state)}`.trim(), any = engine.any_weights && t("anyWeights");
+    const state = marked(engine.state), any = engine.any_weights && t("anyWeights");
     const facts = [profileOf(engine), engine.backend, engine.precision, any];
     if (engine.state === "broken")
-        return { title: said(engine.profile ?? engine.name), meta: `${MARKS.broken} ${t("damagedRow")} · ${size(engine.bytes)}`,
+        return { title: said(engine.profile ?? engine.name), meta: `${marked("broken", t("damagedRow"))} · ${size(engine.bytes)}`,
             details: [t("damagedDetails"), engine.reason, engine.name] };
     const when = order === "sortDate" ? t("builtOn", { date: date(engine.created, { dateStyle: "short" }) }) : used(engine, "usedOn");
     return {
@@ -96,7 +93,7 @@ export function withJob(jobs, job) {
 
 /** A job as [headline, what it does or why it failed]. `before` is how many builds are ahead of one that waits. */
 export function jobLines(job, before = 0) {
-    const head = `${shortName(job.label)} · ${`${MARKS[job.state] ?? ""} ${t(JOBS[job.state] ?? job.state)}`.trim()}`;
+    const head = `${shortName(job.label)} · ${marked(job.state, t(job.state === "cancelled" ? "stateCancelled" : job.state))}`;
     const line = (words) => said([words, job.wanted].filter(Boolean).join(" · "));
     if (job.state === "running") return [`${head} ${job.percent} %`, line(`${job.phase}, ${elapsed(job)}`)];
     if (job.state === "queued") return [head, line(before ? t("buildsBefore", { count: before }) : "")];

@@ -5,14 +5,18 @@ import { t } from "./texts.mjs";
 
 /** @typedef {{tone: string, title: string, lines: string[], fraction: number | null, badge: string, log: string | null, offer: string, hint: string}} View */
 
-/** Tones of the states of nodes, of engines and of builds. */
-const TONES = { ready: "good", done: "good", building: "busy", running: "busy", queued: "busy", asked: "busy", stale: "warn", unchecked: "warn", unavailable: "warn", broken: "bad", failed: "bad" };
+/** The tones of states of nodes, engines and builds, and signs beside their words: no colour tells a state alone. */
+const STATES = {
+    ready: ["good", "✓"], done: ["good", "✓"], running: ["busy", "▶"], queued: ["busy", "…"], building: ["busy"], asked: ["busy"],
+    stale: ["warn", "!"], unchecked: ["warn", "?"], unavailable: ["warn"], broken: ["bad", "✕"], failed: ["bad", "✕"],
+};
 export const BUSY = ["asked", "queued", "building"];
 
 /** The tone of a node, an engine or a build in a state. */
-export function tone(state) {
-    return TONES[state] ?? "idle";
-}
+export const tone = (state) => STATES[state]?.[0] ?? "idle";
+
+/** The words of an engine's or a build's state, behind its sign. */
+export const marked = (state, words = t(state)) => `${STATES[state]?.[1] ?? ""} ${words}`.trim();
 
 /** Whether a node that has not run yet has its engine in the library; null is for what only a run tells. */
 export const isThere = ({ state, there }) => state === "unknown" && there === true;

@@ -5,14 +5,12 @@
 
 import { BUSY, isThere, lacksSizes } from "./words.mjs";
 
-/** @typedef {{state: string, key?: string, engine?: any, job?: any, outlook?: any}} State the server's answer for a node */
+/** @typedef {{state: string, build_helps?: boolean, key?: string, engine?: any, job?: any, outlook?: any}} State the server's answer for a node */
 /** @typedef {{ready: number, missing: number, busy: number, total: number, unable: number, building: number, unsure: number, seconds: number | null}} Needs */
-
-const MISSING = ["none", "unknown", "stale", "broken", "unchecked", "failed"];
 
 /** Whether a build would give a node an engine, or one for all its sizes. */
 export function isMissing(node) {
-    return MISSING.includes(node.state) || (node.state === "ready" && node.engine?.covers === false) || lacksSizes(node);
+    return (node.build_helps === true && !BUSY.includes(node.state)) || lacksSizes(node);
 }
 
 /**

@@ -401,6 +401,7 @@ def test_the_page_knows_that_any_size_is_served(shelf: Shelf) -> None:
     for backend, expected in ((AUTO, True), ("onnxruntime", False)):
         told = shelf.page_says(shelf.handle(profile=WIDE, backend=backend), backend)
         assert (told["state"], told["any_size"], told["engine"]["covers"]) == ("ready", expected, False)
+        assert told["build_helps"], "a build gives a wider engine"
         assert told["engine"]["speed"] == 3.2
 
 

@@ -9,7 +9,7 @@ const SOON = 400;
 
 /** A tracker on one engine node with a model, which counts its looks at the graph and its questions. */
 function tracked() {
-    const count = { looks: 0, questions: 0 }, server = { orders: {}, posts: [], node: { state: "none", key: "k" } };
+    const count = { looks: 0, questions: 0 }, server = { orders: {}, posts: [], node: { state: "none", build_helps: true, key: "k" } };
     const links = new Map([[0, { origin_id: 1, origin_slot: 0 }]]);
     const graph = { getLink: (id) => links.get(id), getNodeById: () => loader };
     const loader = { id: 1, comfyClass: "Loader", inputs: [], graph };
@@ -216,7 +216,7 @@ test("a node says why its order failed, also when its workflow was opened anew m
 });
 
 test("a node of a subgraph that is used twice shows the worse of its two engines, and both are ordered, counted, heard of", async () => {
-    const told = { "7:2": { state: "ready", key: "a", engine: { covers: true } }, "8:2": { state: "none", key: "b" } };
+    const told = { "7:2": { state: "ready", key: "a", engine: { covers: true } }, "8:2": { state: "none", build_helps: true, key: "b" } };
     const graph = { getLink: (id) => links.get(id), getNodeById: (id) => subgraph.nodes.find((node) => node.id === id) };
     const links = new Map([[0, { origin_id: 1, origin_slot: 0 }]]), posts = [];
     const loader = { id: 1, comfyClass: "Loader", inputs: [], graph };
@@ -240,7 +240,7 @@ test("a node of a subgraph that is used twice shows the worse of its two engines
     assert.deepEqual(posts[0], ["8:1", "8:2", "hybrid_trt_build"], "what is there is not built again beside what is not");
     tracker.hear({ id: "j", keys: ["a"], state: "running", percent: 1 });
     assert.deepEqual(states(), ["a building", "b none"]);
-    told["7:2"].state = "none";
+    Object.assign(told["7:2"], { state: "none", build_helps: true });
     await tracker.refresh();
     posts.length = 0;
     await builder.build([view]);

@@ -4,8 +4,9 @@ import { buildPrompt } from "../../js/lib/graph.mjs";
 import { isMissing, needs, progress } from "../../js/lib/workflow.mjs";
 import { headline, offer } from "../../js/lib/workflow_view.mjs";
 
-const none = (key, seconds) => ({ state: "none", key, outlook: { seconds } });
-const ready = (key, covers = true) => ({ state: "ready", key, engine: { covers } });
+const none = (key, seconds) => ({ state: "none", build_helps: true, key, outlook: { seconds } });
+const unknown = (key, there) => ({ state: "unknown", build_helps: true, key, there });
+const ready = (key, covers = true) => ({ state: "ready", build_helps: !covers, key, engine: { covers } });
 const building = (key, percent, expected, seconds) => ({ state: "building", key, job: { percent, expected, seconds } });
 
 test("a workflow lacks what a build would give, each engine once, and its time is the sum where each is known", () => {
@@ -15,9 +16,10 @@ test("a workflow lacks what a build would give, each engine once, and its time i
     assert.deepEqual(needs([ready("a"), ready("b")]), { ready: 2, missing: 0, busy: 0, total: 2, unable: 0, building: 0, unsure: 0, seconds: 0 });
 });
 
-test("what is stale, unchecked, failed, not looked up, or too small is built by Build all; what is under way is not", () => {
-    for (const state of ["none", "unknown", "stale", "unchecked", "failed"]) assert.equal(isMissing({ state }), true, state);
-    for (const state of ["asked", "queued", "building", "unavailable", "off", "unwired"]) assert.equal(isMissing({ state }), false, state);
+test("what the server says a build helps, or what lacks sizes, is built by Build all; what is under way is not", () => {
+    for (const state of ["none", "stale", "failed"]) assert.equal(isMissing({ state, build_helps: true }), true, state);
+    for (const state of ["asked", "queued", "building"]) assert.equal(isMissing({ state, build_helps: true }), false, state);
+    for (const more of [{ state: "unavailable", build_helps: false }, { state: "off" }, { state: "unwired" }]) assert.equal(isMissing(more), false);
     assert.equal(isMissing(ready("a")), false);
     assert.equal(isMissing(ready("a", false)), true);
     assert.equal(isMissing({ ...ready("a"), uncompiled: { width: 832, height: 1216, images: 1 } }), true);
@@ -32,9 +34,9 @@ test("a workflow's line is true of models without an engine, of builds that wait
     assert.equal(headline(needs([asked("a"), asked("b")]), 2), "Engines waiting to be built: 2");
     assert.equal(headline(needs([building("a", 5, 100, 5), asked("b")]), 2), "Building engine 1 of 2");
     assert.match(offer(needs([none("a"), none("b")])), /^Build 2 missing engines/);
-    assert.match(offer(needs([none("a"), { state: "unknown", key: "b", there: null }])), /^Build up to 2 missing engines/);
-    assert.match(offer(needs([none("a"), { state: "unknown", key: "b", there: false }])), /^Build 2 missing engines/);
-    const known = [none("a"), none("c"), { state: "unknown", key: "b", there: true }];
+    assert.match(offer(needs([none("a"), unknown("b", null)])), /^Build up to 2 missing engines/);
+    assert.match(offer(needs([none("a"), unknown("b", false)])), /^Build 2 missing engines/);
+    const known = [none("a"), none("c"), unknown("b", true)];
     assert.match(offer(needs(known)), /^Build 2 missing engines/);
     assert.equal(headline(needs(known), 0), "2 of 3 engines are missing");
     assert.equal(headline(needs(known.slice(2)), 0), "The engine of this workflow is ready");

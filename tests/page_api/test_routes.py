@@ -257,7 +257,8 @@ def test_a_workflow_with_numbers_beyond_json_comes_back_as_a_sentence(comfy: Com
 def test_a_node_that_never_ran_is_unknown(comfy: ComfyProcess) -> None:
     status, answer = post(comfy, "/nodes", {"prompt": PROMPT, "nodes": ["2"]})
     assert status == 200
-    assert answer["nodes"]["2"].items() >= {"state": "unknown", "run": None, "engine": None, "job": None}.items()
+    told = {"state": "unknown", "build_helps": True, "run": None, "engine": None, "job": None}
+    assert answer["nodes"]["2"].items() >= told.items()
     assert answer["orders"] == {}
 
 
@@ -276,7 +277,7 @@ def test_a_model_of_another_family_is_told_before_anybody_presses_build(
     loader = {"class_type": "UNETLoader", "inputs": {"unet_name": path.name, "weight_dtype": "default"}}
     told = post(comfy, "/nodes", {"prompt": PROMPT | {"1": loader}, "nodes": ["2"]})[1]["nodes"]["2"]
     path.unlink()
-    assert told["state"] == state
+    assert (told["state"], told["build_helps"]) == (state, state == "unknown")
     assert ("a family without engines" in told["text"]) == (state == "unavailable")
 
 

@@ -246,7 +246,8 @@ def test_an_engine_that_cannot_be_opened_is_told_and_wanted_anew_and_tried_again
     states.learn("key", handle)
     live, given = handle.session, inputs_of(net)
     assert not lacking(live)
-    assert states.state("key", wish)["state"] == "ready"
+    told = states.state("key", wish)
+    assert (told["state"], told["build_helps"]) == ("ready", False)
     monkeypatch.setattr(type(TORCH), "open_live", refuse)
     with torch.inference_mode():
         for _ in range(2):
@@ -255,7 +256,7 @@ def test_an_engine_that_cannot_be_opened_is_told_and_wanted_anew_and_tried_again
     assert opened == ["first"]
     assert lacking(live)
     told = states.state("key", wish)
-    assert (told["state"], told["engine"]["name"]) == ("stale", engine.folder.name)
+    assert (told["state"], told["engine"]["name"], told["build_helps"]) == ("stale", engine.folder.name, True)
     assert all("the disk is gone" in words for words in (live.status(PROFILE), live.refusal, told["text"]))
     later = LiveSession(with_lora(net), TORCH, "float32", Recorder())
     later.use(Library([tmp_path]).engines())

@@ -29,11 +29,13 @@ LONG = (
 ) * 2
 RUN = {"engine": 8, "native": 0, "backend": "onnxruntime", "reasons": []}
 STATES: dict[str, dict[str, Any]] = {
-    "none": {"state": "none", "outlook": {"why": "lora", "seconds": 231, "certain": True, "live": False}},
+    "none": {"state": "none", "build_helps": True,
+             "outlook": {"why": "lora", "seconds": 231, "certain": True, "live": False}},
     "building": {"state": "building", "job": JOB},
     "ready": {"state": "ready", "engine": ENGINE, "run": RUN},
     "native": {"state": "ready", "engine": ENGINE, "run": {**RUN, "native": 8, "reasons": WHY}},
-    "failed": {"state": "failed", "text": LONG, "job": {**JOB, "state": "failed", "message": LONG}},
+    "failed": {"state": "failed", "build_helps": True, "text": LONG,
+               "job": {**JOB, "state": "failed", "message": LONG}},
     "unavailable": {"state": "unavailable", "text": f"{LONG} {LONG}"},  # more than a box of any page holds
 }
 """States that the server may tell of a node."""
