@@ -334,24 +334,26 @@ def give_back_graph_memory(device: torch.device) -> int:
     Returns:
         The bytes that were freed; 0 where there are no such graphs.
     """
-    if device.type != "cuda" or torch.cuda.get_allocator_backend() != "cudaMallocAsync":
-        return 0
-    index = torch.cuda.current_device() if device.index is None else device.index
-    before = graph_memory(index)
-    if not before:
+    if not (before := graph_memory(device)):
         return 0
     torch.cuda.current_stream(device).synchronize()
-    _driver_call("cuDeviceGraphMemTrim", _handle(index))
-    return before - graph_memory(index)
+    _driver_call("cuDeviceGraphMemTrim", _handle(_index(device)))
+    return before - graph_memory(device)
 
 
-def graph_memory(index: int) -> int:
-    """Return the bytes that graphs keep on the GPU with this number."""
+def graph_memory(device: torch.device) -> int:
+    """Return the bytes that graphs keep on a GPU between replays; 0 where torch's own allocator keeps them."""
+    if device.type != "cuda" or torch.cuda.get_allocator_backend() != "cudaMallocAsync":
+        return 0
     value = ctypes.c_uint64()
-    handle = _handle(index)
+    handle = _handle(_index(device))
     if handle is None or not _driver_call("cuDeviceGetGraphMemAttribute", handle, RESERVED, ctypes.byref(value)):
         return 0
     return value.value
+
+
+def _index(device: torch.device) -> int:
+    return torch.cuda.current_device() if device.index is None else device.index
 
 
 @functools.cache

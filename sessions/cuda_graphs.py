@@ -27,6 +27,7 @@ from .cuda_capture import (
     Replay,
     WaitPoint,
     free_idle_memory,
+    graph_memory,
     in_larger_graph,
     release_failed_capture,
     wait_for,
@@ -61,6 +62,7 @@ class _CapturedGraph:
         targets: result name -> its part of the block.
         replay: runs the captured kernels again.
         bytes: memory that it holds.
+        taken: memory that graphs of the GPU kept when it had run for the first time; None before.
         wait_point: its wait for late inputs, or None if it needs all inputs from the start.
         last: steady input -> the tensor that was copied in last.
         used: number of the call that it served last.
@@ -74,6 +76,7 @@ class _CapturedGraph:
     targets: dict[str, torch.Tensor]
     replay: Replay | None = None
     bytes: int = 0
+    taken: int | None = None
     wait_point: WaitPoint | None = None
     last: dict[str, torch.Tensor] = field(default_factory=dict)
     used: int = 0
@@ -179,6 +182,11 @@ class GraphCache:
         return sum(graph.bytes for graph in self._captured.values())
 
     @property
+    def taken(self) -> int:
+        """Bytes that replays take besides; see ``give_back_graph_memory``, which a run calls at its end."""
+        return max((graph.taken or 0 for graph in self._captured.values()), default=0)
+
+    @property
     def stream(self) -> torch.cuda.Stream | None:
         """A stream that no other cache uses, for running several caches at once; None where nothing is captured.
 
@@ -245,6 +253,8 @@ class GraphCache:
         try:
             self._copy_in(graph, inputs, late)
             graph.replay.replay()
+            if graph.taken is None:
+                graph.taken = graph_memory(self.device)
         except BaseException:
             if late is not None:  # late buffers are still written to, and may be freed soon
                 torch.cuda.current_stream(self.device).wait_stream(late.stream)

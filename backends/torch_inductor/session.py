@@ -221,7 +221,7 @@ class LiveSession:
             self._with_memory(self._follow)
 
     def give_back(self, size: int, planning: bool = False) -> int:
-        size -= self._unused_room() if planning else 0
+        size -= max(0, self._unused_room()) if planning else 0
         before = self.bytes
         if size <= 0:
             return 0
@@ -232,8 +232,8 @@ class LiveSession:
         return before - self.bytes
 
     def _unused_room(self) -> float:
-        """Return the bytes that ComfyUI keeps free to compute in; weights may take them where graphs have their own."""
-        return room_to_compute(self.device) if len(self.graphs) and self.remark else 0
+        """Return the bytes that graphs leave of those that ComfyUI keeps free to compute in; below 0 they take more."""
+        return room_to_compute(self.device) - self.graphs.taken if len(self.graphs) and self.remark else 0
 
     def unload(self) -> None:
         """Give the memory back; the next call starts anew."""

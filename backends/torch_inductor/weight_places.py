@@ -40,12 +40,13 @@ class WeightPlaces:
         """Let weights take at most so many bytes of the GPU, where some can be streamed.
 
         Args:
-            unused: bytes more, of the room that ComfyUI leaves to compute in.
+            unused: bytes more, of the room that ComfyUI leaves to compute in; below 0 as many fewer than are free.
         """
-        most += unused
+        most += max(0, unused)
         self._most, self._unused = most, unused
         if self._live.streams and self._weights.loaded:
-            self._place(most - self._spare, WORTH_IT_CALM if self._calm else WORTH_IT)
+            room = min(most, self._live.bytes + free_room(self._device) + unused)
+            self._place(room - self._spare, WORTH_IT_CALM if self._calm else WORTH_IT)
         self._calm = True
 
     def leave_more_free(self) -> None:

@@ -66,6 +66,19 @@ def test_graphs_hold_no_more_bytes_together_than_they_may_but_for_one() -> None:
     assert cache.bytes > 20_000, "what comes as often does not make it go"
 
 
+def test_a_graph_knows_what_it_takes_in_a_replay_from_its_first_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = iter([5, 3])
+    monkeypatch.setattr(cuda_graphs, "graph_memory", lambda _device: next(kept))
+    cache = GraphCache(CPU, capture=Recorder())
+    assert cache.taken == 0
+    for size in (2, 3):
+        for _ in range(3):
+            check(cache, x=random(size))
+        assert cache.taken == 5, "the most of all graphs"
+    cache.clear()
+    assert cache.taken == 0
+
+
 def test_results_belong_to_the_caller() -> None:
     cache = GraphCache(CPU, capture=Recorder())
     x = random(2, 3)

@@ -35,4 +35,4 @@ with torch.inference_mode():
             given_back.append(cuda_capture.give_back_graph_memory(GPU))
 assert graphs.failure is None
 assert len(graphs) == 1
-print(torch.cuda.get_allocator_backend(), min(given_back) >> 20, cuda_capture.graph_memory(0) >> 20, equal)
+print(torch.cuda.get_allocator_backend(), min(given_back) >> 20, cuda_capture.graph_memory(GPU) >> 20, equal)
