@@ -7,7 +7,8 @@ and ``rel_err`` compares a latent after one step; ``native_error`` and ``engine_
 ``*_peak_mb`` is the most GPU memory in use while sampling, ``build_mb`` the most main memory of all processes during
 the build, less what this one had before, and ``build_phases_s`` tells what took how long. ``first_step_s`` is a
 sampling of one step right after the build: the compiled file is opened. Weights are random, made on the GPU, in no
-file. ``--profile`` adds the kernels of one step, native and on the engine, by their GPU milliseconds.
+file. ``--profile`` adds the kernels of one step, native and on the engine, by their GPU milliseconds. ``--compiled``
+adds core's *TorchCompileModel*: ``compiled_first_s`` is its first sampling of one step, ``compiled_ms`` a later step.
 
 ``--again`` builds nothing: it times the first step on an engine of an earlier process, with another checkpoint and with
 a LoRA. Native's step comes first each time, and puts the weights on the GPU. A case that fails has its ``error`` in its
@@ -264,6 +265,12 @@ class Model:
         finally:
             self.native = own
 
+    def use_torch_compile_model(self) -> None:
+        """Have core's node compile the native model."""
+        from comfy_extras.nodes_torch_compile import TorchCompileModel
+
+        self.native = TorchCompileModel.execute(self.native, "inductor").result[0]
+
     def _with_image(self, net: Any, image: torch.Tensor) -> Any:
         encoder = HintEncoder(self.native.get_model_object("latent_format").latent_channels)
         return net.copy().set_cond_hint(image, 0.7, (0.0, 1.0), vae=encoder)
@@ -281,13 +288,14 @@ def _between(start: Any, end: Any) -> float:
     return 1000 * (end - start) if isinstance(start, float) else start.elapsed_time(end)
 
 
-def measure(case: Case, base: Path, tiny: bool, profile: bool) -> dict[str, Any]:
+def measure(case: Case, options: argparse.Namespace) -> dict[str, Any]:
     """Return a case's row."""
     from hybrid_trt.engine_library.engine import relative_error
 
+    tiny = options.tiny
     memory = None if tiny else PeakMemory()
     steps = 3 if tiny else STEPS
-    model = Model(case, base, tiny)
+    model = Model(case, options.base, tiny)
     row: dict[str, Any] = {"precision": model.network.precision, "side": model.side, "height": model.height,
                            "length": case.length, "tokens": case.tokens, "remark": model.remark}
     wanted, _ = model.sample(False, 1)
@@ -306,14 +314,23 @@ def measure(case: Case, base: Path, tiny: bool, profile: bool) -> dict[str, Any]
     row["faster"] = round(row["native_ms"] / row["engine_ms"], 3)
     row["served"] = [(handle.stats.kind, handle.stats.engine_name, handle.stats.engine, handle.stats.native,
                       dict(handle.stats.details), handle.stats.why_plain) for handle in model.handles]  # fmt: skip
-    if profile:
+    if options.profile:
         for way in ("native", "engine"):
             row[f"{way}_kernels"] = kernels(lambda way=way: model.sample(way == "engine", 1))
     try:
         exact = model.sample_in_float32()
     except Exception as error:  # ComfyUI cannot do so for each kind of weights
-        return row | {"not_in_float32": f"{type(error).__name__}: {error}"[:200]}
-    return row | {"native_error": relative_error(wanted, exact), "engine_error": relative_error(found, exact)}
+        row["not_in_float32"] = f"{type(error).__name__}: {error}"[:200]
+    else:
+        row |= {"native_error": relative_error(wanted, exact), "engine_error": relative_error(found, exact)}
+    if options.compiled:
+        print(json.dumps(row), flush=True)  # in case that compiling takes too long
+        model.use_torch_compile_model()
+        started = time.perf_counter()
+        model.sample(False, 1)
+        row["compiled_first_s"] = round(time.perf_counter() - started, 1)
+        row["compiled_ms"], row["compiled_peak_mb"] = timed(memory, lambda: model.sample(False, steps)[1])
+    return row
 
 
 def measure_again(case: Case, base: Path, tiny: bool) -> dict[str, Any]:
@@ -355,6 +372,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
     parser.add_argument("--profile", action="store_true", help="also the kernels of a step")
+    parser.add_argument("--compiled", action="store_true", help="also core's TorchCompileModel")
     parser.add_argument("--again", action="store_true", help="with engines that an earlier process has built")
     parser.add_argument("--tiny", action="store_true", help="tiny models on a CPU, to try the script")
     options = parser.parse_args()
@@ -370,7 +388,7 @@ def main() -> None:
         for name in options.cases:
             try:
                 row = (measure_again(CASES[name], options.base, options.tiny) if options.again else
-                       measure(CASES[name], options.base, options.tiny, options.profile))
+                       measure(CASES[name], options))
             except Exception as error:
                 traceback.print_exc()
                 row = {"error": f"{type(error).__name__}: {error}"[:400]}

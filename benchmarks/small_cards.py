@@ -124,6 +124,7 @@ def run(bench: Bench, way: str, free_gb: float, other: subprocess.Popen[str] | N
             ("size_first", 20, bench.other, 0.0, 1), ("size_warm", 21, bench.other, 0.0, RUNS),
             ("lora_first", 30, bench.size, 0.5, 1), ("lora_warm", 31, bench.size, 0.5, RUNS),
             ("last", 40, bench.size, 0.0, RUNS)]  # fmt: skip
+    plan = [asked for asked in plan if asked[0] in (bench.options.prompts or asked)]
     memory = contextlib.nullcontext() if bench.options.tiny else PeakMemory()
     with bench._server(f"{way}_{free_gb:g}") as comfy, memory:
         for label, seed, size, lora, count in plan:
@@ -142,6 +143,7 @@ def run(bench: Bench, way: str, free_gb: float, other: subprocess.Popen[str] | N
                 row[f"{label}_ran"] = [(one["backend"], one["engine"], one["native"]) for one in report["rows"]]
                 row["said"] = list(filter(None, (one.get("remark") for one in report["rows"]))) or row.get("said", [])
         row["private_memory_gb"] = round(private_bytes(comfy.pid) / 1e9, 2)
+        row.setdefault("peak_mb", getattr(memory, "peak", None))
     row["step"] = round(row["warm"] / STEPS[bench.case.network], 4)
     return row
 
@@ -181,6 +183,7 @@ def main() -> None:
     parser.add_argument("--free", nargs="+", type=float, default=[8, 12], help="GB")
     parser.add_argument("--ways", nargs="+", default=["stock", "build first"])
     parser.add_argument("--taken", type=int, default=10, help="prompts during which another process takes memory")
+    parser.add_argument("--prompts", nargs="+", help="only these: first warm size_first size_warm lora_first lora_warm")
     parser.add_argument("--changing", type=int, help="prompts of changing models")
     parser.add_argument("--flags", nargs="+", default=[], help="of the servers, without their dashes: novram")
     parser.add_argument("--tiny", action="store_true")
