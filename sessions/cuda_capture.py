@@ -6,6 +6,10 @@ them is captured with a wait point there. The first half then runs beside the Co
 *Graph memory.* A graph that was captured under cudaMallocAsync allocates as it runs. The driver keeps that memory for
 the next replay, and nobody else on the GPU can have it. torch's own allocator keeps it in pools instead.
 
+*Another package's kernels*, such as SageAttention's, may fail in a capture under cudaMallocAsync: they ask for a
+tensor's address. ComfyUI then calls torch's in their place, in a capture that is broken, and the process ends. So calls
+with attention that a user chose are not captured there.
+
 *Failed captures.* They leave tensors behind: in the frames of their errors, and in modules that stopped half way.
 With torch's own allocator all of them may be freed. With cudaMallocAsync, which ComfyUI prefers, a tensor made during
 the capture has an address that gets memory only when the graph runs. Freeing it earlier ends the process, and while it
@@ -30,6 +34,8 @@ from contextvars import ContextVar
 from typing import Any, Protocol
 
 import torch
+
+from ..architectures.user_attention import called
 
 log = logging.getLogger(__name__)
 
@@ -320,6 +326,12 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
             seen.add(id(link))
             waiting += [link.__cause__, link.__context__]
             yield link
+
+
+def refuse_others_kernels() -> None:
+    """Raise RuntimeError where a call that is to be captured has another package's attention, which may fail there."""
+    if called() is not None and torch.cuda.get_allocator_backend() == "cudaMallocAsync":
+        raise RuntimeError("the attention that was chosen cannot be in a CUDA graph with cudaMallocAsync")
 
 
 def free_idle_memory(device: torch.device) -> None:

@@ -29,6 +29,7 @@ from .cuda_capture import (
     free_idle_memory,
     graph_memory,
     in_larger_graph,
+    refuse_others_kernels,
     release_failed_capture,
     wait_for,
     with_wait_point,
@@ -62,7 +63,7 @@ class _CapturedGraph:
         targets: result name -> its part of the block.
         replay: runs the captured kernels again.
         bytes: memory that it holds.
-        taken: memory that graphs of the GPU kept when it had run for the first time; None before.
+        taken: memory that all graphs of the GPU kept behind its first replay; None before.
         wait_point: its wait for late inputs, or None if it needs all inputs from the start.
         last: steady input -> the tensor that was copied in last.
         used: number of the call that it served last.
@@ -183,8 +184,9 @@ class GraphCache:
 
     @property
     def taken(self) -> int:
-        """Bytes that replays take besides; see ``give_back_graph_memory``, which a run calls at its end."""
-        return max((graph.taken or 0 for graph in self._captured.values()), default=0)
+        """Bytes that replays will take besides, having given them back; see ``give_back_graph_memory``."""
+        most = max((graph.taken or 0 for graph in self._captured.values()), default=0)
+        return max(0, most - graph_memory(self.device))
 
     @property
     def stream(self) -> torch.cuda.Stream | None:
@@ -328,6 +330,7 @@ class GraphCache:
         return graph
 
     def _capture_graph(self, graph: _CapturedGraph) -> None:
+        refuse_others_kernels()
         new_wait_point = getattr(self._capture, "new_wait_point", None)
         wait_point = None if new_wait_point is None else new_wait_point()
         with with_wait_point(wait_point):

@@ -12,6 +12,7 @@ from comfy import model_management
 
 from ..comfy_model.comfyui_shims import free_memory
 from ..engine_library import Reason, Unavailable
+from .cuda_capture import give_back_graph_memory
 from .session import first_line, says_out_of_memory
 
 log = logging.getLogger(__name__)
@@ -72,6 +73,7 @@ def tried_again(
     gc.collect()  # cycles may hold memory
     if before is not None:
         before()
+    give_back_graph_memory(device)  # which graphs that are gone had
     make_room(EVERYTHING, device)
     model_management.soft_empty_cache()
     try:
@@ -82,6 +84,7 @@ def tried_again(
         why = error.fallback.detail if isinstance(error, Unavailable) else first_line(error)
     if after is not None:
         after()
+        give_back_graph_memory(device)
         make_room(0, device)  # frees torch's idle blocks
     raise no_room(why)
 
@@ -133,6 +136,7 @@ def close_engines(device: torch.device) -> None:
         if hasattr(patcher, "close_engine") and patcher.load_device == device:
             patcher.close_engine()
     gc.collect()  # cycles may hold memory
+    give_back_graph_memory(device)
     model_management.soft_empty_cache()
 
 

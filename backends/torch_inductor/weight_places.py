@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from ...comfy_model.main_memory import available_bytes
 from ...engine_library import Unavailable
+from ...sessions.cuda_capture import free_idle_memory
 from ...sessions.gpu_memory import EVERYTHING, free_room, make_room, need_room, no_room
 from ...sessions.weight_ring import BUFFERS, left_out
 
@@ -73,6 +74,8 @@ class WeightPlaces:
         Raises:
             Unavailable: memory is short, or see ``LiveWeights.sync_from``.
         """
+        if thorough and self._weights.outside:
+            free_idle_memory(self._device)  # graphs allocate at the start of a run, and not what torch keeps
         if (thorough or not self._weights.complete) and not owned and self._live.streams:
             self._place_as_comfyui(patcher)
         if not self._weights.complete and (size := self._weights.missing(patcher)):

@@ -14,6 +14,7 @@ from comfy import model_management
 from fake_recorder import Recorder
 from hybrid_trt.architectures.calls import ResidualLayout
 from hybrid_trt.architectures.fused_linear import FusedLinear
+from hybrid_trt.architectures.user_attention import calling_users
 from hybrid_trt.sessions import cuda_capture, cuda_graphs
 from hybrid_trt.sessions.cuda_graphs import GraphCache
 from small_networks import CPU
@@ -66,17 +67,39 @@ def test_graphs_hold_no_more_bytes_together_than_they_may_but_for_one() -> None:
     assert cache.bytes > 20_000, "what comes as often does not make it go"
 
 
-def test_a_graph_knows_what_it_takes_in_a_replay_from_its_first_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    kept = iter([5, 3])
-    monkeypatch.setattr(cuda_graphs, "graph_memory", lambda _device: next(kept))
+def test_graphs_know_from_their_first_replays_what_the_next_will_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = [0]
+    monkeypatch.setattr(cuda_graphs, "graph_memory", lambda _device: kept[-1])
     cache = GraphCache(CPU, capture=Recorder())
-    assert cache.taken == 0
-    for size in (2, 3):
+    for size, taken in ((2, 5), (3, 3)):
+        kept.append(taken)
         for _ in range(3):
             check(cache, x=random(size))
-        assert cache.taken == 5, "the most of all graphs"
+    kept.append(0)
+    assert cache.taken == 5, "the most of all graphs"
+    kept.append(4)
+    assert cache.taken == 1, "they have the rest already"
+    kept.append(0)
     cache.clear()
     assert cache.taken == 0
+
+
+@pytest.mark.parametrize(("allocator", "graphs"), [("cudaMallocAsync", 0), ("native", 1)])
+def test_attention_that_a_user_chose_is_in_no_graph_where_its_kernels_would_fail(
+    monkeypatch: pytest.MonkeyPatch, allocator: str, graphs: int
+) -> None:
+    """SageAttention's ask for a tensor's address, which ended ComfyUI's process."""
+    monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: allocator)
+    cache = GraphCache(CPU, capture=Recorder())
+    with calling_users({}, True):
+        for _ in range(3):
+            check(cache, x=random(2))
+    assert len(cache) == graphs
+    assert ("cannot be in a CUDA graph" in (cache.plain or "")) == (graphs == 0)
+    cache.clear()
+    for _ in range(3):
+        check(cache, x=random(2))
+    assert len(cache) == 1
 
 
 def test_results_belong_to_the_caller() -> None:
