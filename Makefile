@@ -20,8 +20,7 @@ OTHER_VERSIONS = $(PYTHON) tools/other_versions.py
 # They use torch's internals, and ComfyUI's modules without its server.
 TORCH_TESTS = $(addprefix tests/*/test_,$(addsuffix .py,\
 	any_size attention choices compiled_files compute_dtype cuda_graphs decompositions export file_session_graphs \
-	fused_layers graph_memory kept_weights live_torch memory_layout one_size parallel parts \
-	recorded_launchers weights_hashes))
+	graph_memory helpers kept_weights live_torch memory_layout one_size recorded_launchers unet_blocks weights_hashes))
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-newest test-torch benchmark-builds env clean

@@ -26,7 +26,6 @@ from .sizes import ANY
 if TYPE_CHECKING:
     import torch
 
-    from .fused_linear import FusedLinear
     from .model_patches import AbsorbedPatch
 
 log = logging.getLogger(__name__)
@@ -44,8 +43,8 @@ class Role(str, Enum):
 class Architecture(Protocol):
     """Description of a kind of network for the rest of the pack.
 
-    The classes of ``sizes`` have the last five methods, and ``fuse_layers``, ``passes`` and ``engine_inputs`` for
-    networks without fused layers and passes.
+    The classes of ``sizes`` have the last five methods, and ``passes`` and ``engine_inputs`` for networks without
+    passes.
 
     Attributes:
         name: stands in manifests and file names, for example ``sd15_unet``; never change it.
@@ -98,10 +97,6 @@ class Architecture(Protocol):
         ``user_attention.computed``, by which they may call what the user chose. May add hooks to ``module``,
         so give it a copy. A function with ``blocks`` is compiled once for each kind of them, see ``blocks``.
         """
-        ...
-
-    def fuse_layers(self, module: torch.nn.Module) -> list[FusedLinear]:
-        """Fuse layers that take the same input, in a copy without its per-image passes."""
         ...
 
     def passes(self, module: torch.nn.Module) -> list[PerImagePass]:

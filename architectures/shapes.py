@@ -71,7 +71,6 @@ class TensorSpec:
         dtype: torch's name: float16, bfloat16 or float32.
         optional: a call may leave this input out, which means zeros.
         sample: the distribution of its values in sampling, see ``SAMPLE_RANGES``. Not in an engine's identity.
-        late: whether a call may give this input while another stream still computes it. Not in an engine's identity.
         steady: whether a binding gives the very same tensor for as long as its values stay, as rotary embeddings.
             Captured graphs copy it only when another tensor comes. Not in an engine's identity.
     """
@@ -81,7 +80,6 @@ class TensorSpec:
     dims: tuple[int | Dim, ...]
     optional: bool = False
     sample: str = field(default="normal", compare=False)
-    late: bool = field(default=False, compare=False)
     steady: bool = field(default=False, compare=False)
 
     def shape(self, symbols: Mapping[str, int]) -> Shape:
@@ -103,8 +101,7 @@ class TensorSpec:
     @classmethod
     def from_json(cls, data: Mapping) -> TensorSpec:
         dims = tuple(d if isinstance(d, int) else Dim.parse(d) for d in data["dims"])
-        sample, late = data.get("sample", "normal"), data.get("late", False)
-        return cls(data["name"], data["dtype"], dims, data["optional"], sample, late)
+        return cls(data["name"], data["dtype"], dims, data["optional"], data.get("sample", "normal"))
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     import torch
 
     from .calls import PerImagePass
-    from .fused_linear import FusedLinear
     from .shapes import TensorSpec
 
 LATENT = 8
@@ -79,10 +78,6 @@ class NetworkSizes:
     def symbols(self) -> Mapping[str, Symbol]:
         return {name: replace(symbol, step=self.pixels) if symbol.unit else symbol
                 for name, symbol in self.named.items()}  # fmt: skip
-
-    def fuse_layers(self, module: torch.nn.Module) -> list[FusedLinear]:
-        """See ``Architecture``: none. Large products gain nothing, and joined weights would be held twice."""
-        return []
 
     def passes(self, module: torch.nn.Module) -> list[PerImagePass]:
         """See ``Architecture``: none."""

@@ -21,6 +21,7 @@ from ..engine_library import Engine, Fallback, Manifest, Reason
 
 if TYPE_CHECKING:
     from concurrent.futures import Future
+    from contextlib import AbstractContextManager
 
     import torch
 
@@ -71,10 +72,10 @@ class LiveTask:
         precision: what it computes in, torch's name.
         free: symbols that files leave free, see ``Architecture``.
         folder: where to put the engine's files.
-        processes: how many helper processes may compile parts of it; 0 where this process does all.
-        submit: has a helper process do something; not to be called without helpers.
         known: contents of files of engines that are there; see ``LiveCompiler.known``.
         calls_attention: whether blocks call attention as an operation, see ``user_attention``.
+        most_helpers: how many processes may compile beside this one; 0 where this one does all.
+        helpers: starts so many, for the time of a block.
     """
 
     inputs: tuple[TensorSpec, ...]
@@ -83,11 +84,11 @@ class LiveTask:
     precision: str
     device: torch.device
     folder: Path
-    processes: int = 0
-    submit: Submit | None = None
     free: Mapping[str, Range] = field(default_factory=dict)
     known: Sequence[bytes] = ()
     calls_attention: bool = False
+    most_helpers: int = 0
+    helpers: Callable[[int], AbstractContextManager[Submit]] | None = None
 
 
 @dataclass(frozen=True)

@@ -18,9 +18,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ..architectures.fused_linear import FusedLinear
 from ..engine_library import Reason, Unavailable
-from .fused_weights import FusedWeights
 from .main_memory import MainMemory, wait_for_copies
 from .module_copy import plain_copy
 from .network import NativeNetwork, patchers_of
@@ -60,7 +58,6 @@ class LiveWeights:
         self._shared: dict[str, int] = {}
         self._outside: frozenset[str] = frozenset()
         self._main_memory = MainMemory()
-        self._fused: dict[str, FusedWeights] = {}
         self._bytes = (-1, 0)  # and the generation that it was counted in
         self._dtypes = stored_dtypes(network.module, dtype)
         with torch.inference_mode(False):
@@ -87,14 +84,6 @@ class LiveWeights:
     def forget(self, layers: Collection[torch.nn.Module]) -> None:
         """From now on follow no parameters of some layers, which ``module`` no longer has."""
         self._places = {name: place for name, place in self._places.items() if place[0] not in layers}
-
-    def fuse(self, layers: Sequence[FusedLinear]) -> None:
-        """Keep the parameters of fused layers of ``module`` in one tensor each."""
-        names = {place: name for name, place in self._places.items()}
-        for one in layers:
-            for leaf in one.leaves:
-                whole = FusedWeights(one, leaf, [names[layer, leaf] for layer in one.layers])
-                self._fused.update(dict.fromkeys(whole.names, whole))
 
     @property
     def bytes(self) -> int:
@@ -192,8 +181,6 @@ class LiveWeights:
         for name, parameter in list(self._parameters()):
             if name not in self._outside:
                 self._put(name, torch.empty(parameter.shape, dtype=parameter.dtype, device="meta"))
-        for whole in self._wholes():
-            whole.release()
         self._shared = {name: address for name, address in self._shared.items() if name in self._outside}
         self._bound_to = None
         self.generation += 1
@@ -217,11 +204,6 @@ class LiveWeights:
         shareable = self._shareable(patchers)
         moved, patched, shared = False, set(), {}
         before, self._editions = self._editions, tuple(map(edition_of, patchers))
-        for whole in self._wholes():
-            if whole.names[0] in shareable:
-                whole.lend([self._native_place(name) for name in whole.names])
-            else:
-                whole.keep()
         for (start, prefix), patcher, was, edition in zip(self._parts, patchers, before, self._editions, strict=True):
             for weight in patched_weights(patcher, prefix):
                 native = start + weight.key[len(prefix) :]
@@ -238,8 +220,6 @@ class LiveWeights:
                     patched.add(native)
                 if fresh or was != edition or weight.patches or native in self._patched:
                     self._write(names, weight)
-        for whole in self._wholes():
-            whole.place()
         if (lacking := next((name for name, parameter in self._parameters() if parameter.is_meta), None)) is not None:
             raise Unavailable(Reason.MODEL_PATCHED, f"another node has taken {lacking} out of the model")
         self._patched, self._shared = patched, shared
@@ -274,14 +254,14 @@ class LiveWeights:
         return self._share and loaded and not patcher.is_dynamic()
 
     def _shareable(self, patchers: Sequence[ModelPatcher]) -> set[str]:
-        """Return the names of parameters that can be shared; of fused or quantised layers all or none."""
+        """Return the names of parameters that can be shared; of quantised layers all or none."""
         parts = zip(self._parts, patchers, strict=True)
         starts = tuple(start for (start, _), patcher in parts if self._shares(patcher))
         found = {name for name in self._places if name.startswith(starts) and self._can_share(name)}
         for names in self._names.values():
             if not found.issuperset(names):
                 found.difference_update(names)
-        return {name for name in found if name not in self._fused or found.issuperset(self._fused[name].names)}
+        return found
 
     def _can_share(self, name: str) -> bool:
         owner, leaf = self._native_place(name)
@@ -305,10 +285,6 @@ class LiveWeights:
 
     def _own(self, name: str) -> torch.Tensor:
         dtype = self._dtypes[name]
-        if name in self._fused:
-            owned = self._fused[name].own(name, dtype, self.device)
-            self._put(name, owned)
-            return owned
         shape = self._native_tensor(name).shape
         outside = name in self._outside
         owned = self._main_memory.new(name, shape, dtype) if outside else empty_laid_out(shape, dtype, self.device)
@@ -318,9 +294,6 @@ class LiveWeights:
     def _put(self, name: str, tensor: torch.Tensor) -> None:
         owner, leaf = self._places[name]
         owner._parameters[leaf] = torch.nn.Parameter(tensor, requires_grad=False)
-
-    def _wholes(self) -> list[FusedWeights]:
-        return list(dict.fromkeys(self._fused.values()))
 
     def _parameter(self, name: str) -> torch.Tensor:
         owner, leaf = self._places[name]

@@ -43,11 +43,11 @@ from ..engine_library.gpu import gpu_of
 from ..engine_library.manifest import PACK_VERSION
 from .check import check_engine, check_task, unchecked_engine
 from .order import BuildOrder
-from .parallel import run_step
 from .resources import WAITED, MakeRoom, TimeLimit, check_memory, hold, in_blocks, on_cpu, with_room, within_memory
+from .worker import helpers
 from .worker.steps import STEPS
 from .worker.task import Task
-from .worker_process import STARTING, Log
+from .worker_process import STARTING, Log, run_in_worker
 from .worker_tasks import (
     Runner,
     WeightsChanged,
@@ -72,6 +72,14 @@ READS = 3
 def run_here(task: Task, progress: Progress, log: Log, environment: Mapping[str, str]) -> dict:
     """Do a task in this process, for tests and profilers: it cannot be stopped, and a crash ends the process."""
     return STEPS[task["step"]](task, progress)
+
+
+def run_step(task: Task, progress: Progress, log: Log, environment: Mapping[str, str]) -> dict:
+    """Do a task in a process of its own, with the helpers that there is room for now where it compiles."""
+    if task["step"] == "compile":
+        gpu = task["gpu"] if task["device"] == "cuda" else None
+        task = {**task, "helpers": helpers.room_for_helpers(torch.device(task["device"], gpu))}
+    return run_in_worker(task, progress, log, environment)
 
 
 def build_engine(
@@ -328,8 +336,7 @@ class _Build:
         calls = [dict(call) for call in self.order.calls] or self._examples().compiled
         known = self._known(Path(task["folder"])) if in_blocks(self.order) else []
         task = {**task, "step": "compile", "device": device.type, "gpu": device.index or 0, "compiled": calls,
-                "bytes": self._bytes, "known": known,
-                "calls_attention": self.order.network.own_attention}  # fmt: skip
+                "known": known, "calls_attention": self.order.network.own_attention}  # fmt: skip
         return self._do({**task, **backend_task(self.order.backend)}, 0.1, 0.9, only_gpu(device))
 
     def _known(self, folder: Path) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from ..architectures import architectures
 from ..architectures.calls import serves_every_size
+from ..architectures.sizes import LatentSizes
 from ..backends import backends
 from ..engine_library import Library, trust
 from .order import BuildOrder
@@ -13,6 +14,8 @@ MOST_ALIKE = 4.0
 BLOCKS, LEAST = 23.0, 1e8
 """Seconds of a network in blocks, and its least parameters: Flux.1's from first_minutes_h200.json (16 CPU cores). A
 block of each kind is compiled, so a larger network takes no longer."""
+MANY_KINDS = {"unet": 82.4, "controlnet": 25.1}
+"""Seconds of SD1.5's UNet, which has many kinds of blocks, and then of its ControlNet, from unet_blocks_h200.json."""
 
 MEASURED: dict[tuple[str, str], tuple[tuple[float, float], ...]] = {
     ("unet", "tensorrt_rtx"): ((0.86e9, 202.5),),
@@ -21,8 +24,6 @@ MEASURED: dict[tuple[str, str], tuple[tuple[float, float], ...]] = {
     ("controlnet", "tensorrt"): ((0.36e9, 274.1),),
     ("unet", "onnxruntime"): ((0.86e9, 142.3),),
     ("controlnet", "onnxruntime"): ((0.36e9, 28.6),),
-    ("unet", "torch"): ((0.86e9, 54.6), (2.57e9, 68.5)),
-    ("controlnet", "torch"): ((0.36e9, 29.6), (1.25e9, 35.5)),
     ("vae_decoder", "torch"): ((0.084e9, 36.6),),
     ("vae_encoder", "torch"): ((0.084e9, 30.3),),
 }
@@ -64,7 +65,8 @@ def expected(
     if alike:
         return round(max(alike)[1], 1)
     if in_blocks:
-        return BLOCKS if parameters >= LEAST else None
+        many = isinstance(architectures()[family], LatentSizes)
+        return (MANY_KINDS[kind] if many else BLOCKS) if parameters >= LEAST else None
     near = [(size, took) for size, took in MEASURED.get((kind, backend), ()) if _alike(parameters, size)]
     if not near:
         return None

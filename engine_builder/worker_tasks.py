@@ -86,4 +86,4 @@ def stack_of(backend: Backend) -> dict[str, str]:
 
 
 def _spec_json(spec: TensorSpec) -> dict:
-    return {**spec.to_json(), "sample": spec.sample, "late": spec.late}
+    return {**spec.to_json(), "sample": spec.sample}

@@ -63,7 +63,7 @@ class _CapturedGraph:
         targets: result name -> its part of the block.
         replay: runs the captured kernels again.
         bytes: memory that it holds.
-        taken: memory that all graphs of the GPU kept behind its first replay; None before.
+        replayed: whether it was.
         wait_point: its wait for late inputs, or None if it needs all inputs from the start.
         last: steady input -> the tensor that was copied in last.
         used: number of the call that it served last.
@@ -77,7 +77,7 @@ class _CapturedGraph:
     targets: dict[str, torch.Tensor]
     replay: Replay | None = None
     bytes: int = 0
-    taken: int | None = None
+    replayed: bool = False
     wait_point: WaitPoint | None = None
     last: dict[str, torch.Tensor] = field(default_factory=dict)
     used: int = 0
@@ -170,6 +170,7 @@ class GraphCache:
         self._calls = 0
         self._failed: set[tuple] = set()
         self._token: object = None
+        self._taken: int | None = None
         self._capture = capture
         if capture is None and device.type == "cuda" and works(Feature.GRAPHS):
             self._capture = CudaCapture(device)
@@ -183,10 +184,12 @@ class GraphCache:
         return sum(graph.bytes for graph in self._captured.values())
 
     @property
-    def taken(self) -> int:
-        """Bytes that replays will take besides, having given them back; see ``give_back_graph_memory``."""
-        most = max((graph.taken or 0 for graph in self._captured.values()), default=0)
-        return max(0, most - graph_memory(self.device))
+    def taken(self) -> int | None:
+        """Bytes that replays will take besides, having given them back, by the most that they ever took; None before.
+
+        Graphs that were dropped count: others like them will come. See ``give_back_graph_memory``.
+        """
+        return None if self._taken is None else max(0, self._taken - graph_memory(self.device))
 
     @property
     def stream(self) -> torch.cuda.Stream | None:
@@ -255,8 +258,8 @@ class GraphCache:
         try:
             self._copy_in(graph, inputs, late)
             graph.replay.replay()
-            if graph.taken is None:
-                graph.taken = graph_memory(self.device)
+            if not graph.replayed:
+                graph.replayed, self._taken = True, max(self._taken or 0, graph_memory(self.device))
         except BaseException:
             if late is not None:  # late buffers are still written to, and may be freed soon
                 torch.cuda.current_stream(self.device).wait_stream(late.stream)

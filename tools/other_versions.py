@@ -1,7 +1,7 @@
 """Run a command with other packages than the pinned ones: the newest of the registry, or another torch.
 
     python3 tools/other_versions.py newest -- pytest
-    python3 tools/other_versions.py torch==2.7.1 -- pytest tests/backends/test_parts.py
+    python3 tools/other_versions.py torch==2.7.1 -- pytest tests/backends/test_live_torch.py
 
 Each has a virtual environment of its own in build/ of this clone, of about 6 GB; `make clean` removes it. ComfyUI is
 the one of tools/environment.py. What differs from the pins is said at the start of pytest.

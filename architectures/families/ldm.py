@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -9,12 +10,9 @@ from comfy.ldm.modules.attention import BasicTransformerBlock, CrossAttention, S
 from comfy.ldm.modules.diffusionmodules.openaimodel import Downsample, ResBlock
 
 from ..blocks import OVERRIDE
-from ..fused_linear import Child, FusedLinear, fuse
 from ..shapes import Dim, TensorSpec
 from ..token_layers import attended
 
-MOST_FUSED = 1 << 26
-"""Most elements of a fused weight, which is made while the weights of its layers are still there."""
 BATCH, HEIGHT, WIDTH, TOKENS, HINT_BATCH = Dim("B"), Dim("H"), Dim("W"), Dim("T"), Dim("HB")
 
 
@@ -113,71 +111,30 @@ def conditioning_specs(module: torch.nn.Module, dtype: str) -> list[TensorSpec]:
     return specs
 
 
-def sdpa(
-    _native: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, heads: int, mask: torch.Tensor | None = None,
-    **_: Any,
-) -> torch.Tensor:  # fmt: skip
-    """Compute attention by scaled_dot_product_attention, in the place of ComfyUI's.
+@dataclass(frozen=True)
+class Attention:
+    """Attention in the place of ComfyUI's. q, k, v and the result are (batch, tokens, heads * features)."""
 
-    q, k, v and the result are (batch, tokens, heads * features).
-    """
-    if mask is not None:
-        raise NotImplementedError("masked attention has no place in these networks")
-    return attended(*(t.unflatten(-1, (heads, -1)) for t in (q, k, v)))
+    def __call__(
+        self, _native: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, heads: int,
+        mask: torch.Tensor | None = None, **_: Any,
+    ) -> torch.Tensor:  # fmt: skip
+        if mask is not None:
+            raise NotImplementedError("masked attention has no place in these networks")
+        return attended(*(t.unflatten(-1, (heads, -1)) for t in (q, k, v)))
 
 
 def transformer_options() -> dict:
     """Return ComfyUI's per-call options with the exportable attention alone."""
-    return {OVERRIDE: sdpa}
+    return {OVERRIDE: Attention()}
 
 
-def use_sdpa(module: torch.nn.Module) -> None:
-    """Make every transformer of a ControlNet copy use ``sdpa``: its forward takes no options to say so per call."""
-
-    def add_options(_layer: torch.nn.Module, args: tuple, _kwargs: dict) -> tuple[tuple, dict]:
-        x, context = args[:2]
-        return (x, context), {"transformer_options": transformer_options()}
-
+def use_attention(module: torch.nn.Module) -> None:
+    """Make every transformer of a ControlNet copy use ``Attention``: its forward takes no options to say so."""
     for layer in module.modules():
         if isinstance(layer, SpatialTransformer):
-            layer.register_forward_pre_hook(add_options, with_kwargs=True)
+            layer.register_forward_pre_hook(_with_options, with_kwargs=True)
 
 
-def fuse_layers(module: torch.nn.Module) -> list[FusedLinear]:
-    """Fuse layers that take the same input, in a copy.
-
-    These are query, key and value of each self-attention; keys and values of the prompt in all cross-attentions; and
-    the projections of the timestep in all blocks.
-    """
-    groups: list[list[Child]] = []
-    together: dict[tuple, list[Child]] = {}
-    for block in [layer for layer in module.modules() if isinstance(layer, BasicTransformerBlock)]:
-        for attention in (block.attn1, block.attn2):
-            if attention is None:
-                continue
-            names = ("to_k", "to_v")
-            if attention is block.attn1 and not block.disable_self_attn:
-                groups.append([(attention, name) for name in ("to_q", *names)])
-            else:
-                key = ("context", attention.to_k.in_features)
-                together.setdefault(key, []).extend((attention, name) for name in names)
-    for block in [layer for layer in module.modules() if isinstance(layer, ResBlock)]:
-        if block.emb_layers is not None:
-            together.setdefault(("timestep", block.emb_layers[-1].in_features), []).append((block, "emb_layers"))
-    for (_, width), places in together.items():
-        groups.extend(_bounded(places, width))
-    return fuse(module, groups)
-
-
-def _bounded(places: list[Child], width: int) -> list[list[Child]]:
-    """Split children into groups whose fused weight has no more than ``MOST_FUSED`` elements."""
-    groups, elements = [[]], 0
-    for place in places:
-        layer = place[0].get_submodule(place[1])
-        more = width * (layer[-1] if isinstance(layer, torch.nn.Sequential) else layer).out_features
-        if groups[-1] and elements + more > MOST_FUSED:
-            groups.append([])
-            elements = 0
-        groups[-1].append(place)
-        elements += more
-    return groups
+def _with_options(_layer: torch.nn.Module, args: tuple, _kwargs: dict) -> tuple[tuple, dict]:
+    return (*args[:2], transformer_options()), {}

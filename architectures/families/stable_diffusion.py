@@ -26,11 +26,11 @@ from ..calls import (
     prompt_of,
     refuse_all_but,
 )
-from ..fused_linear import FusedLinear
 from ..kept_tokens import PLACE, TokensOfCall, kept_in
-from ..shapes import Dim, RequestedSizes, Sizes, TensorSpec
+from ..shapes import Dim, Range, RequestedSizes, Sizes, TensorSpec
 from ..sizes import LatentSizes
 from . import ldm
+from .unet_blocks import FREE, blocks_of
 
 EARLIER = Dim("E")
 """The number of earlier frames whose tokens a call has."""
@@ -58,6 +58,10 @@ class UNetArchitecture(LatentSizes):
     timestep_per_image = True
     arguments = ("x", "timesteps", "context", "y", "control", "transformer_options")
 
+    @property
+    def free(self) -> Mapping[str, Range]:
+        return {} if self.keeps_tokens else FREE
+
     def matches(self, module: torch.nn.Module) -> bool:
         return (
             type(module) is UNetModel
@@ -67,7 +71,7 @@ class UNetArchitecture(LatentSizes):
 
     def inputs(self, module: UNetModel, dtype: str) -> list[TensorSpec]:
         x = TensorSpec("x", dtype, (ldm.BATCH, module.in_channels, ldm.HEIGHT, ldm.WIDTH))
-        residuals = [replace(s, late=True) for s in ldm.residual_specs(module, dtype, "control_", optional=True)]
+        residuals = ldm.residual_specs(module, dtype, "control_", optional=True)
         skips = ldm.skip_dims(module)
         blocks = self._adapter_blocks(module)
         adapters = [ldm.residual_spec(f"control_input_{i}", dtype, skips[i], optional=True) for i in blocks]
@@ -84,10 +88,6 @@ class UNetArchitecture(LatentSizes):
     def function(self, module: UNetModel) -> torch.nn.Module:
         layers = len(ldm.token_dims(module)) if self.keeps_tokens else 0
         return _UNetFunction(module, self.takes_y, self._adapter_blocks(module), layers)
-
-    def fuse_layers(self, module: UNetModel) -> list[FusedLinear]:
-        # with tokens of earlier frames keys have another input than queries
-        return [] if self.keeps_tokens else ldm.fuse_layers(module)
 
     def keeping_tokens(self, module: UNetModel) -> UNetArchitecture | None:
         """Return the architecture of calls that attend to earlier frames; None for a network that cannot."""
@@ -146,12 +146,16 @@ class _UNetFunction(torch.nn.Module):
         """
         Args:
             layers: the number of layers that take the tokens of earlier frames and give their own.
+
+        ``before_late`` is the last layer before residuals are used.
         """
         super().__init__()
         self.unet = unet
         self.takes_y = takes_y
         self.adapter_blocks = adapter_blocks
         self.layers = layers
+        self.blocks = () if layers else blocks_of(unet)
+        self.before_late = (unet.middle_block or unet.input_blocks[-1])[-1]
 
     def forward(self, x: torch.Tensor, timesteps: torch.Tensor, context: torch.Tensor, *rest: torch.Tensor) -> tuple:
         y, rest = (rest[0], rest[1:]) if self.takes_y else (None, rest)
@@ -184,6 +188,7 @@ class ControlNetArchitecture(LatentSizes):
     takes_y: bool
 
     role = Role.CONTROLNET
+    free = FREE
     arguments = ("x", "hint", "timesteps", "context", "y")
 
     def matches(self, module: torch.nn.Module) -> bool:
@@ -198,9 +203,6 @@ class ControlNetArchitecture(LatentSizes):
 
     def function(self, module: ControlNet) -> torch.nn.Module:
         return _ControlNetFunction(module)
-
-    def fuse_layers(self, module: ControlNet) -> list[FusedLinear]:
-        return ldm.fuse_layers(module)
 
     def passes(self, module: ControlNet) -> list[PerImagePass]:
         takes = _hint_spec(module, str(module.dtype).removeprefix("torch."))
@@ -250,13 +252,14 @@ class _ControlNetFunction(torch.nn.Module):
 
     def __init__(self, controlnet: ControlNet):
         super().__init__()
-        ldm.use_sdpa(controlnet)
+        ldm.use_attention(controlnet)
         if isinstance(controlnet.input_hint_block, torch.nn.Identity):
             controlnet.input_hint_block = _AsGiven()
         self.is_union = controlnet.control_add_embedding is not None
         if self.is_union:
             controlnet.control_add_embedding = _Remembered()
         self.controlnet = controlnet
+        self.blocks = blocks_of(controlnet)
 
     def forward(self, x: torch.Tensor, hint: torch.Tensor, timesteps: torch.Tensor, *cond: torch.Tensor) -> tuple:
         if self.is_union:

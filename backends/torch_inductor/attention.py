@@ -28,11 +28,15 @@ def choose(function: torch.nn.Module, given: Sequence[torch.Tensor]) -> tuple[st
     Returns:
         Its name in ``ATTENTION``, None for torch's own choice; the measurement is empty where there was none.
     """
-    device = given[0].device
-    usual = usual_attention(device)
-    if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] in KNOWN:
+    usual = usual_attention(given[0].device)
+    if not is_timed(given[0].device):
         return usual, {}
     return fastest(usual or "flash", lambda name: _milliseconds(function, given, name))
+
+
+def is_timed(device: torch.device) -> bool:
+    """Tell whether kernels are timed for a device: not on a CPU, nor on GPUs that are known."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] not in KNOWN
 
 
 def fastest(usual: str, time: Time) -> tuple[str, dict[str, float]]:

@@ -8,26 +8,38 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 from functools import partial
 from itertools import combinations
+from typing import Any
 
 import torch
 
-from ...comfy_model.snapshot import draw_weights
-from ...comfy_model.torch_kernels import laid_out
+from ...comfy_model.torch_kernels import usual_attention
 from ...engine_library import measurements
 from .. import LiveTask, Progress
 from . import attention
-from .compile_kinds import Alike, BlockFunction, Call, compiled, contents_of, kinds_of
+from .compile_kinds import (
+    Alike,
+    BlockFunction,
+    compile_alone,
+    compile_apart,
+    contents_of,
+    kinds_of,
+    packed,
+    with_weights,
+)
 from .compile_step import against, compared, figures, inductors_failures
 from .compiled import Compiled, cpu_kind, file_name, lifted
-from .kinds import Kind
+from .kinds import Kind, Layout, layout_of
 from .opened_files import kinds_in, open_one
 
 log = logging.getLogger(__name__)
 
+FEW = 4
+"""New kinds that this process compiles by itself: a helper takes seconds to start."""
 MORE = 8
 """Blocks are also compared at sizes that are larger by one part in so many."""
 
@@ -48,30 +60,34 @@ def compile_blocks(function: torch.nn.Module, task: LiveTask, progress: Progress
     """
     progress("finding the kinds of blocks", 0.0)
     found, of = kinds_of(function, [_on_meta(task, sizes) for sizes in _cases(task)])
+    layout = layout_of(function.blocks)
     known = {kind.key: kind for contents in task.known for kind in kinds_in(contents)}
-    made: list[Kind] = []
     record: list[dict] = []
-    seconds, taken = {"compile": 0.0, "compare": 0.0}, {"native_ms": 0.0, "engine_ms": 0.0}
-    for number, alike in enumerate(found):
-        words = f"kind {number + 1} of {len(found)}"
-        progress(f"compiling {words}", 0.05 + 0.9 * number / len(found))
-        started = time.perf_counter()
-        with _with_weights(alike.block, task.device):
-            block, inputs = BlockFunction(alike.block, alike.calls[0].form), _inputs(alike.calls[0], task.device)
-            kernel, timed = (None, {}) if task.calls_attention else attention.choose(block, inputs)
+    taken = {"native_ms": 0.0, "engine_ms": 0.0}
+    started = time.perf_counter()
+    chosen = [_attention(alike, task, layout) for alike in found]
+    keys = [f"{alike.key} {kernel}" for alike, (kernel, _) in zip(found, chosen, strict=True)]
+    with _compiler(task, sum(key not in known for key in keys)) as compiler:
+        begun = [partial(known.get, key) if key in known else
+                 compiler(alike, kernel, task.device, layout, task.calls_attention)
+                 for key, alike, (kernel, _) in zip(keys, found, chosen, strict=True)]  # fmt: skip
+        made: list[Kind] = []
+        for result in begun:
+            progress(f"compiling kind {len(made) + 1} of {len(found)}", 0.05 + 0.6 * len(made) / len(found))
             with inductors_failures():
-                kind = known.get(f"{alike.key} {kernel}") or compiled(alike, block, inputs, kernel)
-            done = time.perf_counter()
-            progress(f"comparing {words} with the normal model", 0.05 + 0.9 * (number + 0.8) / len(found))
-            run = partial(open_one(kind.contents), *lifted(block).values())
-            chosen = {"attention": kernel, "attention_ms": timed} if timed else {}
-            record += [{"kind": number, **one, **chosen} for one in _compared(alike, run, task)]
+                made.append(result())
+    compiled = time.perf_counter()
+    for number, (alike, kind, (kernel, timed)) in enumerate(zip(found, made, chosen, strict=True)):
+        progress(f"comparing kind {number + 1} of {len(found)} with the normal model", 0.65 + 0.3 * number / len(found))
+        more = {"attention": kernel, "attention_ms": timed} if timed else {}
+        with with_weights(alike.block, task.device):
+            run = partial(open_one(kind.contents), *lifted(alike.block).values())
+            record += [{"kind": number, **one, **more} for one in _compared(alike, kind, run, task, layout)]
             if task.device.type == "cuda" and alike.usual:
+                block, inputs = BlockFunction(alike.block, alike.calls[0].form), alike.drawn(task.device, layout)
                 for name, value in figures(block, run, inputs).items():
-                    taken[name] = value * alike.usual + taken[name] if name in taken else value
-        made.append(kind)
-        seconds["compile"] += done - started
-        seconds["compare"] += time.perf_counter() - done
+                    taken[name] = value if name == "driver" else taken[name] + value * alike.usual
+    seconds = {"compile": compiled - started, "compare": time.perf_counter() - compiled}
     name = file_name(task.sizes[0], task.free)
     (task.folder / name).write_bytes(contents_of(of, made))
     about = {"cpu": cpu_kind()} if task.device.type == "cpu" else _speed(taken)
@@ -105,34 +121,46 @@ def _on_meta(task: LiveTask, sizes: Mapping[str, int]) -> list[torch.Tensor]:
     return [torch.empty(spec.shape(sizes), dtype=getattr(torch, spec.dtype), device="meta") for spec in task.inputs]
 
 
+def _attention(alike: Alike, task: LiveTask, layout: Layout) -> tuple[str | None, dict[str, float]]:
+    """The kernel for a kind's attention, and the milliseconds it was chosen by; see ``attention.choose``."""
+    if task.calls_attention or not attention.is_timed(task.device):
+        return None if task.calls_attention else usual_attention(task.device), {}
+    with with_weights(alike.block, task.device):
+        return attention.choose(BlockFunction(alike.block, alike.calls[0].form), alike.drawn(task.device, layout))
+
+
 @contextmanager
-def _with_weights(block: torch.nn.Module, device: torch.device) -> Iterator[None]:
-    """Inside, a block has random weights on a device."""
-    draw_weights(block, device)
-    for parameter in block.parameters():
-        parameter.data = laid_out(parameter.data)
+def _compiler(task: LiveTask, count: int) -> Iterator[Callable[..., Callable[[], Kind]]]:
+    """Inside, kinds are compiled: by helpers beside each other, where there are many and the machine has room.
+
+    Yields a function with the arguments of ``compile_alone``, which returns what gives the kind.
+    """
+    if count <= FEW or not task.most_helpers:
+        yield lambda *given: partial(compile_alone, *given)
+        return
+    with task.helpers(min(count, task.most_helpers)) as submit:
+
+        def begin(*given: Any) -> Callable[[], Kind]:
+            return partial(_result, submit(compile_apart, *packed(*given)), given)
+
+        yield begin
+
+
+def _result(begun: Future[Kind], given: tuple) -> Kind:
+    """The kind that a helper compiles; where that fails, this process does it."""
     try:
-        yield
-    finally:
-        block.to("meta")
+        return begun.result()
+    except Exception as error:
+        log.warning("a helper failed, so this process compiles the kind (%s)", error)
+        return compile_alone(*given)
 
 
-def _inputs(call: Call, device: torch.device) -> list[torch.Tensor]:
-    """Random inputs of a block; the same whenever it is asked for a call."""
-    generator = torch.Generator(device).manual_seed(1)
-
-    def drawn(like: torch.Tensor) -> torch.Tensor:
-        if not like.is_floating_point():
-            return torch.ones(like.shape, dtype=like.dtype, device=device)
-        return torch.randn(like.shape, generator=generator, dtype=torch.float32, device=device).to(like.dtype)
-
-    return [drawn(tensor) for tensor in call.inputs]
-
-
-def _compared(alike: Alike, run: Compiled, task: LiveTask) -> Iterator[dict[str, float]]:
+def _compared(alike: Alike, kind: Kind, run: Compiled, task: LiveTask, layout: Layout) -> Iterator[dict[str, float]]:
     """The figures of a kind for each size that it was found with; BuildError where one is over its limit."""
     for call in alike.calls:
-        given = _inputs(call, task.device)
+        given = call.drawn(task.device, layout)
+        if not kind.serves(kind.called, given):  # such calls run plainly
+            continue
         with torch.inference_mode():
             results = run(*given)
         names = [f"result {i}" for i in range(len(results))]

@@ -11,7 +11,8 @@ import pickle
 import re
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -21,12 +22,14 @@ import torch
 
 from ...architectures import user_attention
 from ...architectures.blocks import Form, put_together, take_apart, words_of
+from ...comfy_model.comfyui_shims import import_comfyui
+from ...comfy_model.snapshot import draw_weights
 from ...comfy_model.structure_hash import structure_lines
-from ...comfy_model.torch_kernels import best_attention
+from ...comfy_model.torch_kernels import best_attention, laid_out
 from .cache_folder import keep_others_out
 from .compiled import KINDS_HEADER, by_inductor, let_kernels_be_recorded, lifted, traced
 from .free_dimensions import FreeDimensions
-from .kinds import Kind
+from .kinds import Kind, Layout
 
 _NUMBER = re.compile(r" (layer|block)_id \d+")
 """A setting of a block that is its number; no block computes with it."""
@@ -42,6 +45,17 @@ class Call:
     @property
     def alike(self) -> tuple:
         return words_of(self.form), tuple((t.dtype, t.ndim) for t in self.inputs)
+
+    def drawn(self, device: torch.device, layout: Layout) -> list[torch.Tensor]:
+        """Random inputs; the same whenever they are asked for."""
+        generator = torch.Generator(device).manual_seed(1)
+
+        def values(like: torch.Tensor) -> torch.Tensor:
+            if not like.is_floating_point():
+                return torch.ones(like.shape, dtype=like.dtype, device=device)
+            return torch.randn(like.shape, generator=generator, dtype=torch.float32, device=device).to(like.dtype)
+
+        return [layout(values(tensor)) for tensor in self.inputs]
 
 
 @dataclass(frozen=True)
@@ -59,6 +73,10 @@ class Alike:
     calls: list[Call]
     key: str
     usual: int
+
+    def drawn(self, device: torch.device, layout: Layout) -> list[torch.Tensor]:
+        """Inputs of the first call; see ``Call``."""
+        return self.calls[0].drawn(device, layout)
 
 
 def kinds_of(
@@ -159,19 +177,58 @@ class BlockFunction(torch.nn.Module):
         return tuple(results)
 
 
-def compiled(alike: Alike, function: BlockFunction, inputs: Sequence[torch.Tensor], attention: str | None) -> Kind:
+@contextmanager
+def with_weights(block: torch.nn.Module, device: torch.device) -> Iterator[None]:
+    """Inside, a block has random weights on a device."""
+    draw_weights(block, device)
+    for parameter in block.parameters():
+        parameter.data = laid_out(parameter.data)
+    try:
+        yield
+    finally:
+        block.to("meta")
+
+
+def packed(alike: Alike, *more: Any) -> tuple[str, bytes]:
+    """Return the arguments of ``compile_apart`` for those of ``compile_alone``."""
+    import comfy
+
+    return str(Path(next(iter(comfy.__path__))).parent), pickle.dumps((alike, *more))
+
+
+def compile_apart(comfyui: str, contents: bytes) -> Kind:
+    """Compile what ``packed`` has packed, in a helper process.
+
+    Args:
+        comfyui: the folder of ComfyUI.
+    """
+    import_comfyui(comfyui)
+    return compile_alone(*pickle.loads(contents))
+
+
+def compile_alone(
+    alike: Alike, attention: str | None, device: torch.device, layout: Layout, calls_attention: bool
+) -> Kind:
     """Compile what serves the blocks of a kind.
 
     Args:
-        function: a block that has weights, for its first call.
-        inputs: of that call.
         attention: the kernel that attention takes; None for the usual one.
+        layout: of the inputs in memory.
+        calls_attention: whether attention is called as an operation.
     """
+    exact = user_attention.calling_exact() if calls_attention else nullcontext()
+    with exact, with_weights(alike.block, device):
+        function = BlockFunction(alike.block, alike.calls[0].form)
+        return compiled(alike, function, alike.drawn(device, layout), attention)
+
+
+def compiled(alike: Alike, function: BlockFunction, inputs: Sequence[torch.Tensor], attention: str | None) -> Kind:
+    """Compile a block that has weights, for the call of these inputs; see ``compile_alone``."""
     keep_others_out()
     let_kernels_be_recorded()
     weights, free = lifted(function), FreeDimensions([call.inputs for call in alike.calls])
     with torch.inference_mode(False), torch.no_grad(), best_attention(inputs[0].device, attention):
-        graph, given = traced(function, list(weights.values()), list(weights), inputs, (), free=free)
+        graph, given = traced(function, list(weights.values()), list(weights), inputs, free)
         made = by_inductor(graph, given, free)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "compiled"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -21,7 +21,7 @@ from ...engine_library.gpu import driver_version
 from ...sessions.cuda_graphs import GraphCache
 from .. import LiveTask, Progress
 from . import attention, graph_passes
-from .compiled import Compiled, compile_in_parts, compile_to_file, cpu_kind, file_name, lifted
+from .compiled import Compiled, compile_to_file, cpu_kind, file_name, lifted
 from .opened_files import open_file
 
 log = logging.getLogger(__name__)
@@ -37,8 +37,7 @@ def compile_network(function: torch.nn.Module, task: LiveTask, progress: Progres
     """Compile a network for each of the task's sizes, and compare what came out with the network run plainly.
 
     Weights are inputs of what is compiled, so only their shapes and memory layout count; these make the comparison one
-    of real values. Other processes compile parts, where there are some: see ``engine_builder.parallel``. Attention is
-    timed before they begin. All else that is timed here is timed when they have nothing to do any more.
+    of real values.
 
     Returns:
         ``files``, ``seconds`` and ``parity``, as a manifest has them.
@@ -51,17 +50,14 @@ def compile_network(function: torch.nn.Module, task: LiveTask, progress: Progres
     tensors = lifted(function)
     names, weights, names_out = list(tensors), list(tensors.values()), [spec.name for spec in task.outputs]
     seconds, record = {}, []
-    among = f" with {task.processes} processes" if task.submit else ""
-    progress(f"compiling{among}", 0.05)
+    progress("compiling", 0.05)
     started = time.perf_counter()
     chosen = [attention.choose(function, _inputs(task, sizes)) for sizes in task.sizes]
-    with inductors_failures():
-        begun = [_begin(task, function, weights, names, sizes, kernel)
-                 for sizes, (kernel, _) in zip(task.sizes, chosen, strict=True)]  # fmt: skip
     for i, sizes in enumerate(task.sizes):
-        progress(f"compiling{_batch(task, sizes, ' for batch ')}{among}", 0.05 + 0.8 * i / len(task.sizes))
+        progress(f"compiling{_batch(task, sizes, ' for batch ')}", 0.05 + 0.8 * i / len(task.sizes))
         with inductors_failures():
-            begun[i]()
+            path = task.folder / file_name(sizes)
+            compile_to_file(function, weights, names, _inputs(task, sizes), path, chosen[i][0])
         now = time.perf_counter()
         seconds[f"compile_{Path(file_name(sizes)).stem}"], started = now - started, now
     first = None
@@ -95,20 +91,6 @@ def _batch(task: LiveTask, sizes: dict[str, int], word: str) -> str:
 def _inputs(task: LiveTask, sizes: dict[str, int]) -> list[torch.Tensor]:
     """The same random inputs whenever it is asked for a size."""
     return [laid_out(tensor.to(task.device)) for tensor in sample_inputs(task.inputs, sizes, seed=1).values()]
-
-
-def _begin(
-    task: LiveTask, function: torch.nn.Module, weights: list, names: list[str], sizes: dict[str, int],
-    kernel: str | None,
-) -> Callable[[], object]:  # fmt: skip
-    """Begin to compile a size and return what ends with its file: all of it where this process is alone."""
-    path = task.folder / file_name(sizes)
-    late = [i for i, spec in enumerate(task.inputs) if spec.late]
-    arguments = (function, weights, names), (path, kernel, late)
-    if task.submit is not None:
-        parts = max(1, task.processes // len(task.sizes))  # each costs some seconds of its own
-        return compile_in_parts(task.submit, parts, *arguments[0], _inputs(task, sizes), *arguments[1])
-    return lambda: compile_to_file(*arguments[0], _inputs(task, sizes), *arguments[1])
 
 
 @contextmanager

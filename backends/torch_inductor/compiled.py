@@ -10,10 +10,8 @@ import functools
 import gc
 import hashlib
 import logging
-import pickle
 import platform
 import re
-import tempfile
 import uuid
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -24,8 +22,7 @@ import torch
 
 from ...comfy_model.torch_kernels import best_attention
 from ...engine_library import BuildError
-from .. import Submit
-from . import graph_passes, inductor_tuning, parts
+from . import graph_passes, inductor_tuning
 from .cache_folder import keep_others_out
 
 if TYPE_CHECKING:
@@ -39,15 +36,12 @@ Compiled = Callable[..., Sequence[torch.Tensor]]
 OLDEST_TORCH = (2, 11)
 """The first torch that this was run with."""
 
-PARTS_HEADER = b"compiled in parts\n"
-"""First bytes of a file that holds several of Inductor's."""
-
 KINDS_HEADER = b"compiled by kinds of blocks\n"
 """First bytes of a file that holds one of Inductor's for each kind of block."""
 
 _FILE_NAME = re.compile(r"[A-Z]{1,4}[0-9]*(-[A-Z]{1,4}[0-9]*)*\.bin")
 
-FORMAT = 9
+FORMAT = 10
 """Raise this when older files would be called wrongly or run much slower: they become stale."""
 
 OBJECTS = 20_000
@@ -136,7 +130,6 @@ def compile_to_file(
     inputs: Sequence[torch.Tensor],
     path: Path,
     attention: str | None = None,
-    late: Collection[int] = (),
 ) -> Compiled:
     """Compile ``function`` for exactly these sizes and strides.
 
@@ -145,57 +138,14 @@ def compile_to_file(
         inputs: examples, in order.
         path: where to keep the result.
         attention: the kernel that attention takes; None for the usual one.
-        late: which of ``inputs``, by number, may come while it runs.
     """
     keep_others_out()
     let_kernels_be_recorded()  # who opens the file in this process may get these very kernels
     with torch.inference_mode(False), torch.no_grad(), best_attention(inputs[0].device, attention):
-        graph, given = traced(function, weights, names, inputs, late)
+        graph, given = traced(function, weights, names, inputs)
         compiled = by_inductor(graph, given)
     compiled.save(path=str(path))
     return compiled
-
-
-def compile_in_parts(
-    submit: Submit,
-    count: int,
-    function: torch.nn.Module,
-    weights: Sequence[torch.Tensor],
-    names: Sequence[str],
-    inputs: Sequence[torch.Tensor],
-    path: Path,
-    attention: str | None = None,
-    late: Collection[int] = (),
-) -> Callable[[], None]:
-    """Begin ``compile_to_file``, whose arguments these are, in ``count`` parts that other processes compile.
-
-    Returns:
-        A function that waits for them and puts them together.
-    """
-    with torch.inference_mode(False), torch.no_grad(), best_attention(inputs[0].device, attention):
-        graph, _ = traced(function, weights, names, inputs, late, functional=True)
-    cut, outputs = parts.in_parts(graph, count)
-    plans = [(part.takes, part.gives) for part in cut]
-    running = [submit(compile_part, part.contents, attention) for part in cut]
-
-    def finish() -> None:
-        path.write_bytes(PARTS_HEADER + pickle.dumps(([part.result() for part in running], plans, outputs)))
-
-    return finish
-
-
-def compile_part(contents: bytes, attention: str | None) -> bytes:
-    """Inductor's file of a part; this runs in the process that was chosen for it."""
-    keep_others_out()
-    let_kernels_be_recorded()
-    graph, given = parts.opened(contents)
-    with (
-        torch.inference_mode(False), torch.no_grad(), best_attention(given[0].device, attention),
-        tempfile.TemporaryDirectory() as folder,
-    ):  # fmt: skip
-        path = Path(folder) / "compiled"
-        by_inductor(graph, given).save(path=str(path))
-        return path.read_bytes()
 
 
 @contextmanager
@@ -214,14 +164,9 @@ def traced(
     weights: Sequence[torch.Tensor],
     names: Sequence[str],
     inputs: Sequence[torch.Tensor],
-    late: Collection[int],
-    functional: bool = False,
     free: FreeDimensions | None = None,
 ) -> tuple[torch.fx.GraphModule, list[torch.Tensor]]:
     """The network as a graph, and examples of what that takes: weights, then inputs.
-
-    Args:
-        functional: nothing is written in place in it.
 
     Raises:
         BuildError: the network makes a tensor of plain numbers, which no file would have.
@@ -238,15 +183,10 @@ def traced(
     mode = "fake"
     if free is not None:
         given, mode = free.examples(given[:count], given[count:]), "symbolic"
-    trace = functools.partial(make_fx, decomposition_table=inductor_tuning.TABLE, tracing_mode=mode)
-    if functional and graph_passes.has_quantised(function):  # their class of tensors cannot be functionalised
-        flat = trace(flat)(*given)
-    graph = trace(torch.func.functionalize(flat) if functional else flat)(*given)
+    graph = make_fx(flat, decomposition_table=inductor_tuning.TABLE, tracing_mode=mode)(*given)
     _refuse_numbers(graph)
     inductor_tuning.keep_channels_last(graph)
     graph_passes.write_out_quantised(graph)
-    placeholders = graph.graph.find_nodes(op="placeholder")
-    graph_passes.wait_where_needed(graph, [placeholders[count + i] for i in late])
     return graph, given
 
 

@@ -1,13 +1,9 @@
-"""Passes over a traced network, before Inductor has it: quantised products, and the wait for inputs that come late."""
+"""Passes over a traced network, before Inductor has it: quantised products."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch.fx import GraphModule, Node
-
-from ...sessions.cuda_capture import wait_at_point
 
 aten = torch.ops.aten
 
@@ -19,19 +15,6 @@ FP8 = {5: torch.float8_e4m3fn, 6: torch.float8_e5m2}
 
 _TENSORWISE = [0]
 """The only kind of scale, and of order in memory, that the older name has as one number for a tensor."""
-
-if not hasattr(torch.ops.hybrid_trt, "arrived"):  # a module that is loaded twice finds it there
-    _library = torch.library.Library("hybrid_trt", "FRAGMENT")
-    _library.define("arrived(Tensor before, Tensor(a!)[] late) -> ()")
-
-    @torch.library.impl(_library, "arrived", "CompositeExplicitAutograd")
-    def _arrived(before: torch.Tensor, late: list[torch.Tensor]) -> None:
-        wait_at_point()
-
-    @torch.library.register_fake("hybrid_trt::arrived", lib=_library)
-    def _fake_arrived(before: torch.Tensor, late: list[torch.Tensor]) -> None:
-        pass
-
 
 def has_quantised(function: torch.nn.Module) -> bool:
     """Tell whether a network has layers with quantised weights, or ones that multiply in fp8."""
@@ -70,10 +53,7 @@ def _storage_of(node: Node) -> int | None:
 
 
 def _clamp_into_new_tensors(network: GraphModule) -> None:
-    """Have layers that multiply in fp8 clamp what they are given into a new tensor, where nobody else reads it later.
-
-    They write in place, and a network that does so is compiled by one process alone.
-    """
+    """Have layers that multiply in fp8 clamp their input into a new tensor, where nobody else reads it later."""
     found = network.graph.find_nodes(op="call_function", target=aten.clamp.out)
     clamps = {node for node in found if node.args[0] is node.kwargs["out"]}
     place = {node: number for number, node in enumerate(network.graph.nodes)} if clamps else {}
@@ -125,20 +105,3 @@ def _multiply_by_the_older_name(network: GraphModule, node: Node) -> None:
         product = network.graph.call_function(aten._scaled_mm.default, arguments)
     product.meta["val"] = node.meta["val"]
     node.replace_all_uses_with(product)
-
-
-def wait_where_needed(graph: GraphModule, late: Sequence[Node]) -> None:
-    """Have a traced network wait for late inputs, once what it computes without them is there.
-
-    The operation claims to write to them, and takes the tensor that the first late input meets. Both bind Inductor to
-    this order; nothing else does.
-    """
-    used = [node for node in late if node.users]
-    users = {user for node in used for user in node.users}
-    first = next((node for node in graph.graph.nodes if node in users), None)
-    meets = next((node for node in first.all_input_nodes if node not in used), None) if first is not None else None
-    if meets is None or meets.op == "placeholder":  # nothing to do meanwhile
-        return
-    with graph.graph.inserting_before(first):
-        graph.graph.call_function(torch.ops.hybrid_trt.arrived.default, (meets, used))
-    graph.recompile()

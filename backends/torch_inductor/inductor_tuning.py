@@ -33,10 +33,10 @@ def group_norm_in_parts(
         float32.
     """
     # x is no hint at the layout: on a GPU torch hands on a copy in another, which Inductor folds into its readers
-    if x.ndim != 4 or part_of(pixels, c // groups) == pixels:
+    if x.ndim != 4 or (isinstance(pixels, int) and part_of(pixels, c // groups) == pixels):
         return NotImplemented
     image = x.permute(0, 2, 3, 1)
-    moments = _moments_by_lines if pixels >= BY_LINES else _moments_by_tiles
+    moments = _moments_by_lines if usual_size(pixels) >= BY_LINES else _moments_by_tiles
     middle, variance = moments(image, groups)
     scale = torch.rsqrt(variance + eps)
     by_channel = [t.repeat_interleave(c // groups, 1).view(n, 1, 1, c) for t in (middle, scale)]
@@ -49,10 +49,14 @@ def group_norm_in_parts(
 
 
 def _moments_by_tiles(image: torch.Tensor, groups: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Mean and variance of each group of (n, height, width, c), both (n, groups); a part has some pixels of a group."""
+    """Mean and variance of each group of (n, height, width, c), both (n, groups); a part has some pixels of a group.
+
+    A line of them where sizes are free: nothing else divides all.
+    """
     n, height, width, c = image.shape
-    rows = part_of(height * width, c // groups)
-    parts = image.float().reshape(n, height * width // rows, rows, groups, c // groups)
+    pixels = height * width
+    rows = part_of(pixels, c // groups) if isinstance(pixels, int) else width
+    parts = image.float().reshape(n, height if rows is width else pixels // rows, rows, groups, c // groups)
     variance, mean = torch.var_mean(parts, (2, 4), correction=0, keepdim=True)
     return _moments_of_parts(variance, mean, (1, 2, 4))
 
@@ -77,6 +81,11 @@ def _moments_of_parts(
     """Mean and variance of all parts along ``dims``, all of one size; one kernel, since one sum needs the other."""
     middle = mean.mean(dims, keepdim=True)
     return middle.flatten(1), (variance + (mean - middle).square()).mean(dims)
+
+
+def usual_size(size: int | torch.SymInt) -> int:
+    """Return a size, or for a free one the size that its kind is compiled for; nothing is taken for granted by it."""
+    return size if isinstance(size, int) else size.node.hint
 
 
 def part_of(pixels: int, wide: int) -> int:
@@ -136,10 +145,10 @@ def bias_after_product(
 
 FEW_PIXELS = 256
 """Up to so many of all results together a convolution keeps only some of a GPU's processors busy; a product of the
-same numbers is shared among all."""
+same numbers is shared among all. Where sizes are free, those count that a kind is compiled for."""
 
 
-def convolution_of_few_pixels(
+def convolution_as_product(
     x: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
@@ -152,25 +161,35 @@ def convolution_of_few_pixels(
 ) -> torch.Tensor:
     """``aten.convolution`` of half precision as one product: what each result sees is laid out in a row.
 
-    Rows are in the order in which kernels lie in channels-last memory, so that these are a matrix as they are.
+    Rows are in the order in which kernels lie in channels-last memory, so that these are a matrix as they are. That is
+    for few pixels, and for kernels of one pixel where sizes are free: cuDNN copies their input there.
     """
     plain = x.ndim == 4 and not transposed and groups == 1 and list(dilation) == [1, 1]
-    if not plain or x.dtype not in HALVES or weight.shape[2:].numel() == 1:
+    if not plain or x.dtype not in HALVES:
         return NotImplemented
     n, _, height, width = x.shape
+    if weight.shape[2:].numel() == 1:
+        if isinstance(n * height * width, int) or list(stride) != [1, 1] or list(padding) != [0, 0]:
+            return NotImplemented
+        result = torch.mm(x.permute(0, 2, 3, 1).reshape(-1, weight.shape[1]), weight.flatten(1).t())
+        return _image(result, bias, n, height, width)
     above, left = padding
     down, across = weight.shape[2:]
     lines = (height + 2 * above - down) // stride[0] + 1
     columns = (width + 2 * left - across) // stride[1] + 1
-    if n * lines * columns > FEW_PIXELS:
+    if usual_size(n * lines * columns) > FEW_PIXELS:
         return NotImplemented
     image = torch.nn.functional.pad(x.permute(0, 2, 3, 1), (0, 0, left, left, above, above))
     seen = image.unfold(1, down, stride[0]).unfold(2, across, stride[1])  # (n, lines, columns, channels, down, across)
     rows = seen.permute(0, 1, 2, 4, 5, 3).reshape(n * lines * columns, -1)
-    result = torch.mm(rows, weight.permute(2, 3, 1, 0).reshape(rows.shape[1], -1))
+    return _image(torch.mm(rows, weight.permute(2, 3, 1, 0).reshape(rows.shape[1], -1)), bias, n, lines, columns)
+
+
+def _image(rows: torch.Tensor, bias: torch.Tensor | None, n: int, height: int, width: int) -> torch.Tensor:
+    """A row for each pixel, with a bias added, as images in channels-last memory."""
     if bias is not None:
-        result = (result.float() + bias.float()).to(x.dtype)
-    return result.view(n, lines, columns, -1).permute(0, 3, 1, 2)
+        rows = (rows.float() + bias.float()).to(rows.dtype)
+    return rows.view(n, height, width, -1).permute(0, 3, 1, 2)
 
 
 TABLE: dict[Any, Callable[..., Any]] = {
@@ -178,7 +197,7 @@ TABLE: dict[Any, Callable[..., Any]] = {
     aten.gelu.default: gelu_by_a_power,
     aten.silu.default: silu_by_a_root,
     aten.addmm.default: bias_after_product,
-    aten.convolution.default: convolution_of_few_pixels,
+    aten.convolution.default: convolution_as_product,
 }
 """Operation -> how it is written out; ``NotImplemented`` leaves it to Inductor."""
 

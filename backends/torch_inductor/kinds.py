@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ...architectures.blocks import Form, put_together, take_apart, words_of
+from ...comfy_model.torch_kernels import laid_out
 from ...engine_library.engine import relative_error
 from ...sessions.weight_ring import WeightRing, Weights
 from .compiled import parameters_of
@@ -27,6 +28,9 @@ if TYPE_CHECKING:
     from .free_dimensions import Place
 
 log = logging.getLogger(__name__)
+
+Layout = Callable[[torch.Tensor], torch.Tensor]
+"""Lays a tensor out in memory as a block's code takes it."""
 
 MOST_KEPT = 1024
 """Calls of which it is remembered what serves them."""
@@ -76,6 +80,12 @@ class Kind:
 
 def _holds(condition: sympy.Basic, values: Mapping[str, int]) -> bool:
     return condition.subs({symbol: values[str(symbol)] for symbol in condition.free_symbols}) == True  # noqa: E712
+
+
+def layout_of(blocks: Sequence[torch.nn.Module]) -> Layout:
+    """Return what lays the inputs of blocks out in memory: as convolutions read them, where blocks have some."""
+    convolve = any(weight.ndim == 4 for block in blocks for weight in block.parameters())
+    return laid_out if convolve else torch.Tensor.contiguous
 
 
 @contextmanager
@@ -130,7 +140,7 @@ class InBlocks:
         self._function, self._weights = function, weights
         self.kinds, self.plain, self.judge = kinds.kinds, 0, judge
         self._of, self._opened = kinds.of, kinds.opened
-        self._on = True
+        self._on, self._layout = True, layout_of(function.blocks)
         self._chosen: dict[tuple, int | None] = {}
         self._now: Sequence[Weights] = ()
         self._ring: WeightRing | None = None
@@ -182,7 +192,7 @@ class InBlocks:
             if kind is None:
                 with nullcontext() if weights is own else _having(self._function.blocks[number], weights):
                     return plainly(*args, **kwargs)
-            results = self._opened[kind](*weights, *map(torch.Tensor.contiguous, tensors))
+            results = self._opened[kind](*weights, *map(self._layout, tensors))
         return put_together(self.kinds[kind].gives, iter(results))
 
     def _kind(self, kinds: tuple[int, ...], form: Form, tensors: Sequence[torch.Tensor]) -> int | None:

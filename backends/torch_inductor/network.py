@@ -14,6 +14,7 @@ from ...comfy_model.live_weights import LiveWeights
 from ...comfy_model.network import NativeNetwork
 from ...comfy_model.torch_kernels import best_attention
 from ...engine_library import Engine
+from ...sessions.cuda_capture import wait_at_point
 from ...sessions.made_inputs import PerImagePasses
 from ...sessions.weight_ring import WeightRing
 from . import wiring
@@ -53,7 +54,6 @@ class LiveNetwork:
         self.weights = LiveWeights(network, self.dtype, share=self.shares)
         copy = self.weights.module
         self.passes = PerImagePasses(architecture.passes(copy), self.device, self.dtype)
-        self.weights.fuse(architecture.fuse_layers(copy))
         layers = set(copy.modules())
         self.function = architecture.function(copy)
         self.weights.forget(layers.difference(copy.modules()))
@@ -63,6 +63,8 @@ class LiveNetwork:
         self._ring: WeightRing | None = None
         self._flat_of = -1
         self.blocks: Sequence[torch.nn.Module] = getattr(self.function, "blocks", ())
+        if (layer := getattr(self.function, "before_late", None)) is not None:
+            layer.register_forward_hook(lambda *_: wait_at_point())
 
     def sync_from(self, patcher: ModelPatcher, thorough: bool = True) -> None:
         """Take a patcher's weights; see ``LiveWeights.sync_from``."""

@@ -25,9 +25,8 @@ from typing import Any
 
 import torch
 
-from . import parts
 from .cache_folder import keep_others_out
-from .compiled import KINDS_HEADER, PARTS_HEADER, Compiled, let_kernels_be_recorded
+from .compiled import KINDS_HEADER, Compiled, let_kernels_be_recorded
 from .kinds import Kind, Kinds
 
 log = logging.getLogger(__name__)
@@ -43,7 +42,7 @@ _lock = threading.Lock()
 
 
 def open_file(path: Path) -> Compiled | Kinds:
-    """Open a file of ``compile_to_file`` or ``compile_in_parts`` that this process has just written."""
+    """Open a file that this process has just written."""
     return _open(path.read_bytes(), None)
 
 
@@ -112,10 +111,7 @@ def _open(contents: bytes, gpu: int | None) -> Compiled | Kinds:
         if contents.startswith(KINDS_HEADER):
             of, kinds = _kinds(contents)
             return Kinds(of, kinds, [_one(kind.contents, gpu) for kind in kinds])
-        if not contents.startswith(PARTS_HEADER):
-            return _one(contents, gpu)
-        each, plans, outputs = pickle.loads(contents[len(PARTS_HEADER):])
-        return parts.InParts([_one(one, gpu) for one in each], plans, outputs)
+        return _one(contents, gpu)
 
 
 def _one(contents: bytes, gpu: int | None) -> Compiled:

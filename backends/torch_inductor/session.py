@@ -221,8 +221,7 @@ class LiveSession:
             self._with_memory(self._follow)
 
     def give_back(self, size: int, planning: bool = False) -> int:
-        size -= max(0, self._unused_room()) if planning else 0
-        before = self.bytes
+        size, before = size - (max(0, self._unused_room()) if planning else 0), self.bytes
         if size <= 0:
             return 0
         self.graphs.clear()
@@ -233,7 +232,8 @@ class LiveSession:
 
     def _unused_room(self) -> float:
         """Return the bytes that graphs leave of those that ComfyUI keeps free to compute in; below 0 they take more."""
-        return room_to_compute(self.device) - self.graphs.taken if len(self.graphs) and self.remark else 0
+        taken = self.graphs.taken if self.remark else None
+        return 0 if taken is None else room_to_compute(self.device) - taken
 
     def unload(self) -> None:
         """Give the memory back; the next call starts anew."""
@@ -272,8 +272,8 @@ class LiveSession:
         self._places.follow(patcher, self.owns_weights(patcher), self._new_run, self._open_blocks)
 
     def _with_less(self) -> None:
-        """Hold less: no graphs, or where there are none, fewer weights."""
-        if not len(self.graphs):
+        """Hold less: no graphs, and fewer weights where some are streamed or there are no graphs."""
+        if not len(self.graphs) or self.remark:
             self._places.leave_more_free()
             self.unload()
         self.graphs.clear()

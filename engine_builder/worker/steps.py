@@ -6,8 +6,8 @@ backend that runs live weights has a single step of its own. The comparison of a
 
 from __future__ import annotations
 
+import gc
 import time
-from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,7 +15,6 @@ from ...architectures.calls import serves_every_size
 from ...architectures.shapes import Profile
 from ...backends import BuildRequest, LiveTask, Progress
 from ...comfy_model.comfyui_shims import import_comfyui
-from .helpers import helpers
 from .task import Task, architecture_of, backend_of, function_of, tensors_of
 from .validate import check_engine
 
@@ -35,7 +34,8 @@ def export(task: Task, progress: Progress) -> dict:
 
     outputs = tensors_of(task)[1]
     started = time.perf_counter()
-    graph, cases, exported = _graph_and_reference(task, progress)  # the module is freed for the session
+    graph, cases, exported = _graph_and_reference(task, progress)
+    gc.collect()  # blocks refer to themselves: the module is freed for the session
     progress("comparing with the normal model", 0.7)
     parity = check_parity(graph, cases, outputs, task["precision"], task["limit"])
     done = {
@@ -84,23 +84,22 @@ def compile_network(task: Task, progress: Progress) -> dict:
     """Let a backend that runs live weights compile the network for the sizes of ``compiled``.
 
     The task has the network and the backend (see ``task``), the ``device`` (``cuda`` or ``cpu``) and the names of files
-    that are ``known``. Where helpers are to compile parts it has their number, ``processes``, and the ``compilers`` of
-    each; see ``engine_builder.parallel``.
+    that are ``known``. It may have the number of ``helpers`` that there is room for.
     """
     progress("starting the compiler", 0.0)
-    processes = task.get("processes", 0)
-    with helpers(processes, task["compilers"]) if processes else nullcontext() as submit:
-        import_comfyui(task["comfyui"])
-        import torch
+    import_comfyui(task["comfyui"])
+    import torch
 
-        inputs, outputs = tensors_of(task)
-        device, folder = torch.device(task["device"]), Path(task["folder"])
-        architecture = architecture_of(task)
-        function = function_of(task, "meta" if serves_every_size(architecture) else device.type, joined=True)[0]
-        known = [(folder / name).read_bytes() for name in task["known"]]
-        order = LiveTask(inputs, outputs, task["compiled"], task["precision"], device, folder, processes, submit,
-                         architecture.free, known, task["calls_attention"])  # fmt: skip
-        return backend_of(task).compile(function, order, progress)
+    from .helpers import helpers
+
+    inputs, outputs = tensors_of(task)
+    device, folder = torch.device(task["device"]), Path(task["folder"])
+    architecture = architecture_of(task)
+    function = function_of(task, "meta" if serves_every_size(architecture) else device.type)[0]
+    known = [(folder / name).read_bytes() for name in task["known"]]
+    order = LiveTask(inputs, outputs, task["compiled"], task["precision"], device, folder, architecture.free, known,
+                     task["calls_attention"], task.get("helpers", 0), helpers)  # fmt: skip
+    return backend_of(task).compile(function, order, progress)
 
 
 STEPS = {"export": export, "build": build, "compile": compile_network, "check": check_engine}

@@ -36,16 +36,13 @@ def architecture_of(task: Task) -> Architecture:
     return architectures()[task["architecture"]]
 
 
-def function_of(
-    task: Task, device: str = "cpu", joined: bool = False
-) -> tuple[torch.nn.Module, torch.nn.Module]:
+def function_of(task: Task, device: str = "cpu") -> tuple[torch.nn.Module, torch.nn.Module]:
     """The network as a function of the engine's inputs, and its module, with the task's weights or random ones.
 
     ComfyUI has to be importable.
 
     Args:
         device: where its weights are to be; on ``meta`` it has none.
-        joined: whether layers that take the same input are computed as one, as on live weights.
     """
     import torch
 
@@ -58,8 +55,6 @@ def function_of(
         module = without_weights(task["structure"])
     else:
         module = with_random_weights(task["structure"], torch.device(device))
-    if joined:
-        architecture.fuse_layers(module)
     function = architecture.function(module)
     function = function.eval().requires_grad_(False)
     return (function.to(device) if device == "meta" else function), module

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from hybrid_trt.architectures.calls import RequestedCalls, UncoveredCall, calls_to_compile
+from hybrid_trt.architectures.families.stable_diffusion import UNetArchitecture
 from hybrid_trt.architectures.shapes import Picture, Profile, Range, RequestedSizes, Symbol
 from hybrid_trt.architectures.sizes import ANY
 from hybrid_trt.backends import BuildSizes
@@ -195,6 +196,7 @@ def built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Engi
     """Builds for some calls; what it keeps is the network itself, opened by ``opened``."""
     monkeypatch.setenv(trust.FOLDER_VARIABLE, str(tmp_path / "keys"))
     monkeypatch.setattr(type(TORCH), "cannot_build", lambda *_: None)
+    monkeypatch.setattr(UNetArchitecture, "free", {})  # as a network that is compiled whole has it
     library = Library([tmp_path / "library"])
 
     def compiler(task: dict, *_: object) -> dict:

@@ -1,8 +1,7 @@
-"""Any size that a graph asks for is compiled by Inductor in a real ComfyUI, by a press on Build and by *build now*."""
+"""One press on Build is for every size, prompt and batch that a graph asks for later, in a real ComfyUI."""
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 from builds import until
@@ -34,51 +33,20 @@ def press_build(comfy: ComfyProcess, graph: dict[str, Any]) -> None:
     assert state(comfy, graph)["job"]["state"] == "done"
 
 
-def test_a_press_compiles_the_graphs_picture_and_build_now_a_longer_prompt_before_its_next_run(
-    comfy: ComfyProcess,
-) -> None:
-    there = files(comfy)
-    short = prompt(TALL, engines=True, name="size")
-    long_prompt = TALL.but(tokens=(154, 77), seed=8, settings={**SETTINGS, "when_missing": "build now"})
-    long = prompt(long_prompt, engines=True, name="size")
-
-    def run(graph: dict[str, Any]) -> tuple[Any, dict[str, int], str]:
+def test_a_press_compiles_once_for_the_pictures_and_prompts_of_all_graphs(comfy: ComfyProcess) -> None:
+    asked = prompt(TALL, engines=True, name="size")
+    press_build(comfy, asked)
+    made = files(comfy)
+    assert set(made) == {"B-H-T-W.bin"}
+    others = {"wide": TALL.but(width=136, seed=3), "long": TALL.but(tokens=(154, 77), seed=8),
+              "now": TALL.but(height=200, seed=9, settings={**SETTINGS, "when_missing": "build now"})}  # fmt: skip
+    for wanted in (TALL, *others.values()):
+        graph = prompt(wanted, engines=True, name="size")
+        assert state(comfy, graph)["uncompiled"] is None
         history = comfy.queue(graph, timeout=300)
         (row,) = history.output("report", "report")[0]["rows"]
-        assert (row["engine"] > 0, row["native"]) == (True, 0)
-        return history, row["uncompiled"], history.output("report", "text")[0]
-
-    press_build(comfy, short)
-    first = {name: made for name, made in files(comfy).items() if name not in there}
-    assert set(first) == {"B2-H12-T77-W8.bin"}, "the picture that was asked for, and not the best size"
-    assert state(comfy, short)["uncompiled"] is None
-    larger = copy.deepcopy(short)
-    larger["latent"]["inputs"]["width"] += 64
-    assert state(comfy, larger)["uncompiled"] == {"width": 128, "height": 96, "images": 1}
-    assert run(short)[1] == {}
-
-    history, uncompiled, text = run(long)
-    calls = sum(uncompiled.values())
-    assert uncompiled == {"64x96, 154 tokens": calls}, "how long a prompt is nobody knows before it runs"
-    assert "not compiled for 64x96, 154 tokens: ran eagerly" in text
-    assert "Build for 64x96, 154 tokens" in text.splitlines()[0]
-    assert relative_difference(latent_of(history), native_latent(comfy, long_prompt)) <= 1e-5
-    told = state(comfy, long)
-    assert told["state"] == "ready"
-    assert told["run"]["uncompiled"] == [{"size": "64x96, 154 tokens", "graph": False, "native": False, "count": calls}]
-
-    again = {**long, "sampler": {**long["sampler"], "inputs": {**long["sampler"]["inputs"], "seed": 9}}}
-    history, uncompiled, _ = run(again)
-    assert ENGINE not in history.cached, "although nothing before the node has changed"
-    assert uncompiled == {}
-    assert set(comfy.queue(again).cached) == set(again), "nothing runs again without need"
-    assert relative_difference(latent_of(history), native_latent(comfy, long_prompt.but(seed=9))) <= 1e-5
-    now = {name: made for name, made in files(comfy).items() if name not in there}
-    assert set(now) == {"B2-H12-T77-W8.bin", "B2-H12-T154-W8.bin"}
-    assert now["B2-H12-T77-W8.bin"] == first["B2-H12-T77-W8.bin"], "not compiled again"
-    told = state(comfy, long)
-    assert set(told["engine"]["profile"].split("; ")) == {"64x96, 77 tokens", "64x96, 154 tokens"}
-    listed = {e["name"]: e["profile"] for e in comfy.get("/hybrid_trt/engines")["engines"]}
-    assert {listed[name] for name in told["engine"]["names"]} == {
-        "batch 2, 64 x 96 px, 77 tokens", "batch 2, 64 x 96 px, 154 tokens"}, "the panel shows what the library holds"
-    assert run({**short, "sampler": {**short["sampler"], "inputs": {**short["sampler"]["inputs"], "seed": 9}}})[1] == {}
+        assert (row["engine"] > 0, row["native"], row["uncompiled"]) == (True, 0, {})
+        assert relative_difference(latent_of(history), native_latent(comfy, wanted)) <= 1e-5
+        told = state(comfy, graph)
+        assert (told["state"], told["engine"]["profile"]) == ("ready", "every size")
+    assert files(comfy) == made, "nothing was compiled again"

@@ -21,7 +21,7 @@ from hybrid_trt.architectures.blocks import in_blocks, put_together, take_apart,
 from hybrid_trt.architectures.calls import RequestedCalls, calls_to_compile, example_of, file_sizes, serves_every_size
 from hybrid_trt.architectures.shapes import Picture, Profile, Range, RequestedSizes, sample_inputs
 from hybrid_trt.backends import backends
-from hybrid_trt.backends.torch_inductor import compile_blocks, compile_kinds, opened_files, wiring
+from hybrid_trt.backends.torch_inductor import compile_kinds, opened_files, wiring
 from hybrid_trt.backends.torch_inductor.compiled import file_name, sizes_of
 from hybrid_trt.backends.torch_inductor.kinds import InBlocks, Kinds
 from hybrid_trt.backends.torch_inductor.session import LiveSession
@@ -249,7 +249,7 @@ def test_what_was_compiled_for_a_model_serves_others_with_the_same_blocks(
     def compiled(*_: object) -> None:
         raise RuntimeError("compiled again")
 
-    monkeypatch.setattr(compile_blocks, "compiled", compiled)
+    monkeypatch.setattr(compile_kinds, "compiled", compiled)
     other, library = flux_network("fill"), Library([flux_engine.folder.parent])
     engine = build_engine(order_for(other), library, lambda *_: None, run=run_here)
     assert engine.folder != flux_engine.folder

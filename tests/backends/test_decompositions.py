@@ -9,6 +9,7 @@ from functools import partial
 import pytest
 import torch
 from hybrid_trt.backends.torch_inductor import inductor_tuning
+from hybrid_trt.backends.torch_inductor.free_dimensions import FreeDimensions
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -140,7 +141,7 @@ def test_a_product_with_factors_stays_as_it_is() -> None:
 
 
 def convolution(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, **named):
-    """``convolution_of_few_pixels`` with these of its arguments, or those of the commonest convolution."""
+    """``convolution_as_product`` with these of its arguments, or those of the commonest convolution."""
     usual = dict(stride=[1, 1], padding=[1, 1], dilation=[1, 1], transposed=False, output_padding=[0, 0], groups=1)
     return (x, weight, bias, *(usual | named).values())
 
@@ -159,7 +160,7 @@ def test_a_convolution_of_few_pixels_is_torchs(
 ) -> None:  # fmt: skip
     x, weight = image(2, 12, *size, dtype=dtype), image(20, 12, *kernel, dtype=dtype)
     given = convolution(x, weight, torch.randn(20).to(dtype) * 9 if bias else None, stride=stride, padding=padding)
-    result = inductor_tuning.convolution_of_few_pixels(*given)
+    result = inductor_tuning.convolution_as_product(*given)
     exact = aten.convolution(*(t.double() if isinstance(t, torch.Tensor) else t for t in given))
     assert (result.shape, result.dtype) == (exact.shape, dtype)
     assert result.is_contiguous(memory_format=torch.channels_last)
@@ -184,7 +185,7 @@ def test_other_convolutions_are_left_to_cudnn(size: tuple[int, int], kernel: int
     named = dict(named)
     wide, dtype = 6 if "groups" in named else 12, {"dtype": named.pop("dtype", torch.float16)}
     x, weight = image(1, 12, *size, **dtype), image(12, wide, kernel, kernel, **dtype)
-    assert inductor_tuning.convolution_of_few_pixels(*convolution(x, weight, None, **named)) is NotImplemented
+    assert inductor_tuning.convolution_as_product(*convolution(x, weight, None, **named)) is NotImplemented
 
 
 def joined(
@@ -231,3 +232,23 @@ def test_tokens_put_together_stay_as_they_are(read: Callable[[torch.Tensor], tor
     before = str(graph.graph)
     inductor_tuning.keep_channels_last(graph)
     assert str(graph.graph) == before
+
+
+@pytest.mark.parametrize(("side", "kernel"), [(9, 3), (40, 3), (40, 1)], ids=["few pixels", "many", "one by one"])
+def test_a_norm_and_a_convolution_of_free_sizes_are_torchs_for_every_size(side: int, kernel: int) -> None:
+    sizes = (2, 64, side, side + 2), (1, 64, 1, 1), (3, 64, side + 1, side + 5)
+    weight, bias = image(16, 64, kernel, kernel, dtype=torch.bfloat16) / 30, torch.randn(16).bfloat16()
+
+    def function(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.conv2d(torch.nn.functional.group_norm(x, 8), weight, bias, padding=kernel // 2)
+
+    free = FreeDimensions([[image(*size, dtype=torch.bfloat16)] for size in sizes])
+    given = free.examples([weight, bias], [image(*sizes[0], dtype=torch.bfloat16)])
+    graph = make_fx(function, decomposition_table=inductor_tuning.TABLE, tracing_mode="symbolic")(
+        given[2], given[0], given[1])  # fmt: skip
+    assert aten.native_group_norm.default not in operations(graph)
+    assert (aten.mm.default in operations(graph)) == (side == 9 or kernel == 1)
+    for size in (*sizes, (1, 64, 7, 30), (2, 64, 33, 12)):
+        x = image(*size, dtype=torch.bfloat16)
+        result, expected = graph(x, weight, bias), function(x.double(), weight.double(), bias.double())
+        assert (result.double() - expected).abs().max() <= 0.02 * max(1, expected.abs().max())

@@ -32,9 +32,9 @@ from hybrid_trt.comfy_model.network import NativeNetwork
 from hybrid_trt.comfy_model.structure_hash import structure_hash
 from hybrid_trt.comfy_model.weight_formats import LARGE, stored_dtypes, tensors_of
 from hybrid_trt.comfy_model.weight_values import current_weights
-from hybrid_trt.engine_builder import parallel
 from hybrid_trt.engine_builder.build import build_engine
 from hybrid_trt.engine_builder.order import BuildOrder
+from hybrid_trt.engine_builder.worker import helpers
 from hybrid_trt.engine_library import Library, Unavailable
 from quantised import FAST, FORMATS, ON_CPU, made, plain_fp8, quantised
 from small_networks import CPU, ONE_LEVEL, native_call, network
@@ -51,13 +51,13 @@ def limit_of(
 ) -> float:
     """The largest error that says nothing: int8 rounds each row of the input anew, so the last bit of a value may
     change a code. Native's own result changes as much when its input changes by 1e-6. Where layers multiply in fp8 it
-    is a tenth of what that changes."""
+    is a fifth of what that changes: a value that is rounded to another code moves that much."""
     if fast_layers(net):
         plain = plain_fp8(net.label.partition(".")[0], kind="unet" if net.prefix else "controlnet")
         expected = native(net, net.patcher, sizes) if expected is None else expected
         acts = error(expected, native(plain, plain.patcher, sizes))
         assert acts > 1e-2, "it is not what plain fp8 weights give"
-        return 0.1 * acts
+        return 0.2 * acts
     given = inputs_of(net)
     moved = native_call(net, {name: t * (1 + 1e-6) if name == "x" else t for name, t in given.items()})
     return max(LIMIT, 2 * error(moved, native_call(net, given)))
@@ -150,18 +150,17 @@ def test_loaded_quantised_weights_are_used_where_they_are() -> None:
     assert session._live.weights.bytes == 0
 
 
-@pytest.mark.parametrize(("name", "processes"), slow.cases(
-    {"fp8, one process": ("fp8", 0), "fp8": ("fp8", 2), "int8": ("int8 convrot", 2), "fast, one process": (FAST, 0),
-     "fast": (FAST, 2)}, ["fp8, one process", "int8", "fast"]))  # fmt: skip
+@pytest.mark.parametrize(("name", "count"), slow.cases(
+    {"fp8, alone": ("fp8", 0), "fp8": ("fp8", 2), "int8": ("int8 convrot", 2), "fast, alone": (FAST, 0),
+     "fast": (FAST, 2)}, ["fp8, alone", "int8", "fast"]))  # fmt: skip
 def test_an_engine_is_built_without_the_weights_and_serves_them_with_loras(
-    name: str, processes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(parallel, "room_for_processes", lambda _task: processes)
+    monkeypatch.setattr(helpers, "room_for_helpers", lambda _device: count)
     net = made("unet", name, ONE_LEVEL)
-    order, lines, phases = BuildOrder(net, "float32", PROFILE, backends()["torch"]), [], []
-    engine = build_engine(order, Library([tmp_path]), lambda phase, _: phases.append(phase), lines.append)
-    assert any(phase.endswith(f" with {processes} processes") for phase in phases) is (processes > 0), phases
-    assert not any("one process compiles all of it" in line for line in lines), "no part failed"
+    order, lines = BuildOrder(net, "float32", PROFILE, backends()["torch"]), []
+    engine = build_engine(order, Library([tmp_path]), lambda *_: None, lines.append)
+    assert not any("a helper failed" in line for line in lines), lines
     assert "read" not in engine.manifest.seconds, "weights are inputs of what is compiled"
     handle = handle_of(net, tmp_path, backend="torch")
     for patcher in (net.patcher, patched(net, (lora(net, 5), 0.8))):
@@ -262,14 +261,13 @@ class Both(torch.nn.Module):
 
 
 @pytest.mark.parametrize(("name", "fused"), [("fp8", True), ("fp8 e5m2", True), ("fp8 with input scales", False)])
-@pytest.mark.parametrize("functional", [False, True])
-def test_rounding_to_fp8_is_fused_where_that_changes_no_bit(name: str, fused: bool, functional: bool) -> None:
+def test_rounding_to_fp8_is_fused_where_that_changes_no_bit(name: str, fused: bool) -> None:
     net = quantised("unet", LAYOUT, name, torch.bfloat16, frozenset())
     attention = weights_of(net, torch.bfloat16).module.middle_block[1].transformer_blocks[0].attn1
     layer = Both(attention.to_q, attention.to_k)
     parameters = dict(layer.named_parameters())
     given = torch.randn(2, 32, attention.to_q.in_features, dtype=torch.bfloat16)
-    graph, _ = traced(layer, list(parameters.values()), list(parameters), [given], (), functional)
+    graph, _ = traced(layer, list(parameters.values()), list(parameters), [given])
     found = {str(node.target) for node in graph.graph.nodes}
     assert "aten._scaled_mm.default" in found
     ones = [(node.args, node.kwargs) for node in graph.graph.nodes if str(node.target) == "aten.ones.default"]
@@ -358,18 +356,17 @@ class Three(torch.nn.Module):
 
 
 @pytest.mark.parametrize("read", [False, True])
-@pytest.mark.parametrize("functional", [False, True])
-def test_the_graph_has_native_s_product_and_writes_only_where_that_is_read_later(functional: bool, read: bool) -> None:
+def test_the_graph_has_native_s_product_and_writes_only_where_that_is_read_later(read: bool) -> None:
     weights = weights_of(made("unet", FAST, LAYOUT), torch.bfloat16)
     attention = weights.module.middle_block[1].transformer_blocks[0].attn1
     function = Three(attention.to_q, attention.to_k, read)
     given = torch.randn(2, 32, attention.to_q.in_features, dtype=torch.bfloat16)
     parameters = dict(function.named_parameters())
-    graph, _ = traced(function, list(parameters.values()), list(parameters), [given], (), functional)
+    graph, _ = traced(function, list(parameters.values()), list(parameters), [given])
     targets = Counter(str(node.target) for node in graph.graph.nodes)
     assert targets["aten._scaled_mm.default"] == 2
     written = any(is_write(node) for node in graph.graph.nodes)
-    assert written is (read and not functional)
+    assert written is read
     with torch.inference_mode():
         results, expected = graph(*parameters.values(), given), function(given)
     for ours, its in zip(results[2:], expected[2:], strict=True):
@@ -398,7 +395,7 @@ def test_blocks_of_a_network_that_comfyui_loads_so_multiply_in_fp8(
         layers = sum(map(multiplies_in_fp8, block.modules()))
         alone, inputs = compile_kinds.BlockFunction(block, call.form), [torch.randn(t.shape) for t in call.inputs]
         tensors = lifted(alone)
-        graph, _ = traced(alone, [*tensors.values()], [*tensors], inputs, ())
+        graph, _ = traced(alone, [*tensors.values()], [*tensors], inputs)
         targets = Counter(str(node.target) for node in graph.graph.nodes)
         assert targets["aten._scaled_mm.default"] == layers
 

@@ -33,9 +33,9 @@ from hybrid_trt.backends.torch_inductor.session import LiveSession
 from hybrid_trt.comfy_model.network import NativeNetwork
 from hybrid_trt.comfy_model.weight_hash import look_for_edits
 from hybrid_trt.comfy_model.weight_values import current_weights
-from hybrid_trt.engine_builder import parallel
 from hybrid_trt.engine_builder.build import build_engine
 from hybrid_trt.engine_builder.order import BuildOrder
+from hybrid_trt.engine_builder.worker import helpers
 from hybrid_trt.engine_library import Library, Unavailable, trust
 from hybrid_trt.engine_library.engine import relative_error
 from hybrid_trt.sampling import hint_cache
@@ -89,12 +89,12 @@ def key_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(trust.FOLDER_VARIABLE, str(tmp_path / "keys"))
 
 
-@pytest.mark.parametrize("processes", [1, 4])
+@pytest.mark.parametrize("count", [0, 4])
 @pytest.mark.parametrize("kind", ["unet", "controlnet"])
 def test_graphs_and_compiled_files_compute_what_native_does_in_any_order_of_shapes(
-    kind: str, processes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kind: str, count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(parallel, "room_for_processes", lambda _task: processes)
+    monkeypatch.setattr(helpers, "room_for_helpers", lambda _device: count)
     net = tiny(kind)
     session = LiveSession(net, TORCH, "float16")
     long = {"H": 33, "T": 154}
@@ -108,7 +108,7 @@ def test_graphs_and_compiled_files_compute_what_native_does_in_any_order_of_shap
     for i, sizes in enumerate(calls):
         assert error(session, net, given_for(net, i, **sizes)) <= LIMIT
     assert (session.refusal, session.graphs.failure, len(session.graphs)) == (None, None, 3)
-    assert session.live.has_compiled({s: n for s, n in SIZES.items() if s != "HB" or kind == "controlnet"})
+    assert session.serving == [engine]
 
 
 @pytest.mark.parametrize("images", [1, 2])

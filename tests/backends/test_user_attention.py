@@ -30,10 +30,12 @@ from hybrid_trt.engine_library import Engine, Library, Unavailable, trust
 from hybrid_trt.engine_library.engine import relative_error
 from hybrid_trt.sampling.engine_status import status
 from hybrid_trt.sampling.report import report_text
+from live_sessions import given_for
 from model_families import for_each
 from model_families.flux import FAMILY as FLUX
 from model_families.wan import FAMILY, prompt
 from newer_attention import set_model_optimized_attention
+from small_networks import native_call
 from small_networks import network as unet_of
 from token_calls import Patched, network_of, profile_of
 from users_attention import CALLS, PathchSageAttentionKJ, installed, sage, started_with
@@ -151,15 +153,27 @@ def test_exact_attention_changes_neither_identity_nor_code(
     assert not live(chosen).calls_attention
 
 
-def test_networks_that_are_not_compiled_in_blocks_keep_exact_engines(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kind", ["unet", "controlnet"])
+def test_a_unet_and_a_controlnet_compute_attention_as_their_process_does(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    network = unet_of(kind, "unlike_levels")
+    given = given_for(network)
+    exact = native_call(network, given)
     started_with(monkeypatch)
-    network = unet_of("unet", "sd15_as_published")
-    assert network.own_attention
-    assert network.live_layout == structure_hash(network.module, live=True)
+    native = native_call(network, given)
+    assert max(map(relative_error, native, exact)) > ACTS, "it is no other attention"
     session = live(network)
-    assert not session.calls_attention
-    assert looked_at.remark(network.module, network.patcher, network.prefix) == (
-        "Native computes attention by sage; the engine is exact")
+    assert session.calls_attention
+    with torch.inference_mode():
+        assert max(map(relative_error, session.run(given).values(), native)) <= LIMIT
+
+
+def test_networks_that_attend_to_earlier_frames_keep_exact_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    started_with(monkeypatch)
+    network = unet_of("unet", "unlike_levels")
+    kept = network.architecture().keeping_tokens(network.module)
+    assert (dict(kept.free), kept.function(network.module).blocks) == ({}, ())
 
 
 @pytest.mark.parametrize("function", [attention.attention_sage, attention.attention_flash])

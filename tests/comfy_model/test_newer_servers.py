@@ -21,7 +21,7 @@ import zimage
 from comfy.quant_ops import QUANT_ALGOS, QuantizedTensor
 from comfy_kitchen.registry import registry
 from compiling import COMPILES
-from hybrid_trt.architectures.families.ldm import sdpa
+from hybrid_trt.architectures.families.ldm import Attention
 from hybrid_trt.architectures.quantised_linear import linear_behind
 from hybrid_trt.architectures.shapes import Profile
 from hybrid_trt.architectures.token_layers import RotaryAttention
@@ -125,7 +125,7 @@ def test_int8_networks_compute_with_natives_kernels_and_are_traced_with_them(
     monkeypatch.undo()  # from here on with ComfyUI's own kernel
     function, inputs = session._live.function, [given[0][spec.name] for spec in session._live.inputs]
     weights = lifted(function)
-    graph, _ = traced(function, list(weights.values()), list(weights), inputs, ())
+    graph, _ = traced(function, list(weights.values()), list(weights), inputs)
     kernels = Counter(str(node.target) for node in graph.graph.nodes if node.op == "call_function")
     layers = sum(getattr(layer, "quant_format", None) is not None for layer in function.modules())
     assert kernels["comfy_kitchen.int8_linear.default"] == layers - UNREAD.get(file, 0) > 0
@@ -193,11 +193,11 @@ def test_formats_of_four_bits_run_native_with_a_reason(models: dict[str, Path], 
         status(handle))  # fmt: skip
 
 
-@pytest.mark.parametrize("attention", [sdpa, RotaryAttention(), RotaryAttention(torch.ones(6, 2, 2))],
+@pytest.mark.parametrize("attention", [Attention(), RotaryAttention(), RotaryAttention(torch.ones(6, 2, 2))],
                          ids=["unet", "hunyuan", "rotary"])  # fmt: skip
 def test_attention_inside_engines_takes_what_newer_layers_tell_it(attention: Callable[..., torch.Tensor]) -> None:
     """Layers of newer versions ask for full precision where an approximate kernel gave no numbers."""
-    shape = (1, 6, 8) if attention is sdpa else (1, 2, 6, 4)
+    shape = (1, 6, 8) if isinstance(attention, Attention) else (1, 2, 6, 4)
     given = [torch.randn(shape) for _ in range(3)]
     told = attention(None, *given, 2, low_precision_attention=False, _inside_attn_wrapper=True)
     assert torch.equal(told, attention(None, *given, 2))

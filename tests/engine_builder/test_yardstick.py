@@ -77,13 +77,12 @@ def test_a_value_that_is_not_finite_is_over_every_limit() -> None:
     assert measurements.over_limit([measurements.judged(float("inf"), float("inf"), 1e-3, 1e-2)])
 
 
-def test_float32_is_computed_with_the_same_weights_and_buffers_also_where_layers_are_fused() -> None:
+def test_float32_is_computed_with_the_same_weights_and_buffers() -> None:
     net = small_network()
     module, exact = (copy.deepcopy(net.module).half() for _ in range(2))
     module.dtype, exact.dtype = torch.float16, torch.float32
     exact.float()
     architecture = net.architecture()
-    architecture.fuse_layers(module)
     inputs = architecture.inputs(net.module, "float16")
     tensors = [*sample_inputs(inputs, {"B": 1, "H": 8, "W": 8, "T": 77}, 1).values()]
     (found,) = results_in_float32(architecture.function(module), tensors)

@@ -66,14 +66,14 @@ def made_elsewhere(net: NativeNetwork, tmp_path_factory: pytest.TempPathFactory)
 
 
 def publish_program(net: NativeNetwork, library: Library, mark: Path) -> Engine:
-    """An engine of the torch backend for the sizes of ``SIZES``, whose compiled file is a program."""
+    """An engine of the torch backend for every size, whose compiled file is a program."""
     identity = builder._identity(BuildOrder(net, "float32", PROFILE, TORCH), lambda *_: None)
     architecture = net.architecture()
-    name = compiled.file_name({symbol: SIZES[symbol] for symbol in identity.profile.ranges})
+    name = compiled.file_name({symbol: SIZES[symbol] for symbol in identity.profile.ranges}, architecture.free)
     inputs = tuple(architecture.engine_inputs(net.module, "float32"))
     outputs = tuple(architecture.outputs(net.module, "float32"))
     with library.building_folder() as folder:
-        (folder / name).write_bytes(compiled.PARTS_HEADER + pickle.dumps(Program(mark)))
+        (folder / name).write_bytes(compiled.KINDS_HEADER + pickle.dumps(Program(mark)))
         files = describe_files(folder, [name])
         return library.publish(folder, Manifest(identity, "unet", "x", inputs, outputs, files))
 

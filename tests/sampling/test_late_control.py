@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,23 +14,20 @@ import torch
 from control_stacks import CHOICE, step_of_comfyui
 from fake_recorder import Recorder
 from hybrid_trt.architectures.calls import AsyncInputs
-from hybrid_trt.architectures.shapes import TensorSpec
-from hybrid_trt.backends.torch_inductor import compiled, graph_passes, opened_files
+from hybrid_trt.backends import backends
 from hybrid_trt.backends.torch_inductor.session import LiveSession
-from hybrid_trt.engine_builder.worker_tasks import _spec_json
 from hybrid_trt.engine_library import Library
+from hybrid_trt.engine_library.engine import relative_error
 from hybrid_trt.sampling import control_stack
 from hybrid_trt.sampling.control_stack import LateControl
 from hybrid_trt.sampling.controlnet import EngineControlModel
 from hybrid_trt.sampling.engine_handle import EngineHandle
 from hybrid_trt.sampling.model_wrapper import BackboneRouter
 from hybrid_trt.sessions import cuda_graphs
-from hybrid_trt.sessions.cuda_capture import WaitPoint, with_wait_point
+from hybrid_trt.sessions.cuda_capture import WaitPoint, wait_at_point, with_wait_point
 from hybrid_trt.sessions.cuda_graphs import GraphCache
-from small_networks import CPU, network
-from torch.fx.experimental.proxy_tensor import make_fx
-
-ARRIVED = torch.ops.hybrid_trt.arrived.default
+from live_sessions import given_for
+from small_networks import CPU, ONE_LEVEL, native_call, network
 
 
 class Network(torch.nn.Module):
@@ -39,100 +37,53 @@ class Network(torch.nn.Module):
         super().__init__()
         self.encoder, self.decoder = torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)
 
-    def forward(self, x: torch.Tensor, first: torch.Tensor, second: torch.Tensor) -> tuple[torch.Tensor]:
-        return (self.decoder(torch.relu(self.encoder(x)) + first) * second,)
+    def forward(
+        self, x: torch.Tensor, first: torch.Tensor, second: torch.Tensor, waits: bool = False
+    ) -> tuple[torch.Tensor]:
+        encoded = torch.relu(self.encoder(x))
+        if waits:
+            wait_at_point()
+        return (self.decoder(encoded + first) * second,)
 
 
 def inputs(seed: int = 0) -> list[torch.Tensor]:
     return [torch.randn(4, 8, generator=torch.Generator().manual_seed(seed + i)) for i in range(3)]
 
 
-@pytest.fixture(scope="module")
-def built(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Network, Callable]]:
-    """A network, and what its compiled file computes."""
+@pytest.fixture
+def built() -> tuple[Network, Callable]:
+    """A network, and the same where it waits for what comes late."""
     made = Network().requires_grad_(False)
-    file = tmp_path_factory.mktemp("late") / "network.bin"
-    names = sorted(name for name, _ in made.named_parameters())
-    weights = [made.get_parameter(name).data for name in names]
-    compiled.compile_to_file(made, weights, names, inputs(), file, late=[1, 2])
-    run = opened_files.open_file(file)
-    with torch.no_grad():
-        yield made, lambda *given: run(*weights, *given)
+    return made, partial(made, waits=True)
 
 
-class CountedWaitPoint(WaitPoint):
-    def __init__(self) -> None:
+class Arrival(WaitPoint):
+    """A wait in which late inputs get their values."""
+
+    def __init__(self, late: Mapping[str, torch.Tensor], values: Mapping[str, torch.Tensor]) -> None:
         super().__init__(None)
-        self.waits = 0
+        self.late, self.values, self.waits = late, values, 0
 
     def wait(self) -> None:
         self.waits, self.passed = self.waits + 1, True
+        for name, value in self.values.items():
+            self.late[name].copy_(value)
 
 
-def traced(function: Callable, late: list[int]) -> torch.fx.GraphModule:
-    graph = make_fx(function)(*inputs())
-    placeholders = graph.graph.find_nodes(op="placeholder")
-    graph_passes.wait_where_needed(graph, [placeholders[i] for i in late])
-    return graph
-
-
-def test_a_network_waits_behind_all_that_needs_no_late_input() -> None:
-    made = Network().requires_grad_(False)
-    graph = traced(made, [1, 2])
-    (waits,) = graph.graph.find_nodes(op="call_function", target=ARRIVED)
-    meets, late = waits.args
-    assert meets.target == torch.ops.aten.relu.default
-    assert [node.op for node in late] == ["placeholder", "placeholder"]
-    assert all(user is waits or waits < user for node in late for user in node.users), "nothing reads them before"
-    assert torch.equal(graph(*inputs(7))[0], made(*inputs(7))[0])
-
-
-@pytest.mark.parametrize(
-    "function",
-    [lambda x, first, second: x + first + second, lambda x, first, second: x * 2, lambda x, first, second: first * 2],
-    ids=["needed at once", "not needed", "alone"],
-)
-def test_a_network_that_has_nothing_to_do_meanwhile_does_not_wait(function: Callable) -> None:
-    assert not traced(function, [1, 2]).graph.find_nodes(op="call_function", target=ARRIVED)
-
-
-def test_a_compiled_file_reads_late_inputs_where_they_are_and_leaves_them_as_they_are(
-    built: tuple[Network, Callable], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    made, run = built
-    given = inputs(5)
-    monkeypatch.setattr(graph_passes, "wait_at_point", lambda: given[1].copy_(torch.ones(4, 8)))
-    before = [tensor.clone() for tensor in given]
-    (result,) = run(*given)
-    assert torch.equal(given[1], torch.ones(4, 8)), "what comes while it runs"
-    assert torch.equal(given[0], before[0])
-    assert torch.equal(given[2], before[2])
-    assert torch.allclose(result, made(given[0], torch.ones(4, 8), given[2])[0], atol=1e-6), "is what it takes"
-    with torch.inference_mode():
-        zeros = torch.zeros(4, 8)
-        (result,) = run(inputs(6)[0], zeros, zeros)
-    assert not result.any(), "one tensor for several late inputs"
-
-
-def test_a_compiled_file_waits_once_and_computes_what_the_network_does(built: tuple[Network, Callable]) -> None:
-    made, run = built
-    for seed in range(3):
-        wait_point = CountedWaitPoint()
-        with with_wait_point(wait_point):
-            (result,) = run(*inputs(seed))
-        assert wait_point.waits == 1
-        assert torch.allclose(result, made(*inputs(seed))[0], atol=1e-6)
-    (result,) = run(*inputs())
-    assert torch.allclose(result, made(*inputs())[0], atol=1e-6), "without a wait point nobody waits"
-
-
-def test_a_unets_residuals_are_late_and_its_adapters_are_not() -> None:
-    net = network("unet", "unlike_levels")
-    specs = net.architecture().engine_inputs(net.module, "float32")
-    late = {spec.name for spec in specs if spec.late}
-    assert late == {spec.name for spec in specs if spec.name.startswith(("control_output", "control_middle"))}
-    assert late
-    assert [TensorSpec.from_json(_spec_json(spec)).late for spec in specs] == [spec.late for spec in specs]
+@pytest.mark.parametrize("layout", [ONE_LEVEL, "unlike_levels"])
+def test_a_unet_waits_once_and_reads_residuals_only_behind_that(layout: str) -> None:
+    net = network("unet", layout)
+    session, given = LiveSession(net, backends()["torch"], "float32"), given_for(net)
+    late = {name: tensor for name, tensor in given.items() if name.startswith(("control_output", "control_middle"))}
+    values = {name: torch.randn(tensor.shape, generator=torch.Generator().manual_seed(7))
+              for name, tensor in late.items()}  # fmt: skip
+    expected = native_call(net, {**given, **values})
+    assert max(map(relative_error, native_call(net, given), expected)) > 1e-2, "they act"
+    arrival = Arrival(late, values)
+    with torch.inference_mode(), with_wait_point(arrival):
+        results = session.run(given).values()
+    assert arrival.waits == 1
+    assert max(map(relative_error, results, expected)) <= 1e-5
 
 
 class Stream:

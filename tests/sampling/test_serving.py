@@ -207,11 +207,11 @@ def test_a_library_that_cannot_be_read_is_a_fallback(tmp_path: Path, monkeypatch
 
 
 def compiled_engine(net: NativeNetwork, folder: Path, created: str) -> Engine:
-    """An engine of the torch backend with a file for the opt sizes, which no test opens for real."""
+    """An engine of the torch backend with a file for every size, which no test opens for real."""
     library = Library([folder])
     used = {d.symbol for spec in net.architecture().inputs(net.module, "float32") for d in spec.dims
             if not isinstance(d, int)}
-    name = file_name({symbol: size for symbol, size in OPT.items() if symbol in used})
+    name = file_name({symbol: size for symbol, size in OPT.items() if symbol in used}, net.architecture().free)
     identity = EngineIdentity("sd15_unet", TORCH.weights(net), "float32", PROFILE.only(used), "torch", TORCH.version(),
                               TORCH.target(CPU))
     specs = architecture_of(net.module)

@@ -30,7 +30,8 @@ def gpu_recorder(wait_point: bool) -> Recorder:
     recorder = Recorder()
     recorder.stream = Stream()
     if wait_point:
-        recorder.new_wait_point = lambda: SimpleNamespace(passed=True, event=SimpleNamespace(record=lambda: None))
+        recorder.new_wait_point = lambda: SimpleNamespace(
+            passed=True, event=SimpleNamespace(record=lambda: None), wait=lambda: None)
     return recorder
 
 

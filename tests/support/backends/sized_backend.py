@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +63,9 @@ class SizedBackend:
     def in_use(self, engines: Any) -> list:
         return list(engines)
 
+    def known(self, *_: Any) -> list:
+        return []
+
     def to_build(self, *_: Any) -> list:
         return []
 
@@ -72,9 +75,10 @@ class SizedBackend:
         for i, sizes in enumerate(task.sizes):
             batch, started = sizes["B"], time.perf_counter()
             progress(f"compiling for batch {batch}", 0.05 + 0.95 * i / len(task.sizes))
-            pids = [asked.result() for asked in [task.submit(os.getpid) for _ in range(task.processes)]]
-            note("compiling", batch=batch, helpers=pids)
-            getattr(self, "_" + behaviours.get(str(batch), "nothing"))(task)
+            with task.helpers(task.most_helpers) if task.most_helpers else nullcontext() as submit:
+                pids = [asked.result() for asked in [submit(os.getpid) for _ in range(task.most_helpers)]]
+                note("compiling", batch=batch, helpers=pids)
+                getattr(self, "_" + behaviours.get(str(batch), "nothing"))(submit)
             (task.folder / self._file(sizes)).write_bytes(b"compiled" * batch)
             cases.append({**sizes, "rel_err": batch / 1e6})
             seconds[f"compile_{Path(self._file(sizes)).stem}"] = time.perf_counter() - started
@@ -84,26 +88,17 @@ class SizedBackend:
     def _file(self, sizes: dict[str, int]) -> str:
         return "-".join(f"{symbol}{size}" for symbol, size in sorted(sizes.items())) + ".bin"
 
-    def _nothing(self, task: Any) -> None:
+    def _nothing(self, submit: Any) -> None:
         """Goes on."""
 
-    def _silence(self, task: Any) -> None:
-        task.submit(time.sleep, 600).result()
+    def _silence(self, submit: Any) -> None:
+        submit(time.sleep, 600).result()
 
-    def _fails(self, task: Any) -> None:
-        raise RuntimeError("the compiler is confused")
+    def _fails(self, submit: Any) -> None:
+        submit(int, "no number").result()
 
-    def _fails_with_helpers(self, task: Any) -> None:
-        if task.submit:
-            task.submit(int, "no number").result()
-
-    def _loses_a_helper(self, task: Any) -> None:
-        if task.submit:
-            task.submit(os._exit, 1).result()
-
-    def _killed_with_helpers(self, task: Any) -> None:
-        if task.submit:
-            os.kill(os.getpid(), signal.SIGKILL)
+    def _loses_a_helper(self, submit: Any) -> None:
+        submit(os._exit, 1).result()
 
 
 def note(what: str, **more: Any) -> None:

@@ -181,9 +181,6 @@ class ToySizes:
     def call_words(self, call: Mapping[str, int]) -> str:
         return ", ".join(f"{self.symbols[s].word} {self.symbols[s].text(n)}" for s, n in call.items())
 
-    def fuse_layers(self, module: torch.nn.Module) -> list:
-        return []
-
     def passes(self, module: torch.nn.Module) -> list:
         return []
 

@@ -1,0 +1,61 @@
+"""UNets and ControlNets in blocks: one build serves every size, and each kind of block is compiled once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from compiling import COMPILES
+from fake_recorder import Recorder
+from hybrid_trt.architectures.calls import RequestedCalls
+from hybrid_trt.architectures.shapes import RequestedSizes
+from hybrid_trt.backends.torch_inductor.compile_kinds import kinds_of
+from hybrid_trt.backends.torch_inductor.kinds import InBlocks
+from hybrid_trt.backends.torch_inductor.session import LiveSession
+from hybrid_trt.engine_builder.build import run_here
+from hybrid_trt.engine_builder.order import BuildOrder
+from hybrid_trt.engine_library import Library
+from live_sessions import TORCH, error, given_for
+from small_networks import ONE_LEVEL, network
+
+KINDS = {("unet", ONE_LEVEL): 6, ("controlnet", ONE_LEVEL): 5, ("unet", "sdxl_as_published"): 26}
+"""Networks -> the kinds of their blocks."""
+CALLS = ({}, {"B": 1, "H": 8, "W": 16}, {"B": 3, "H": 13, "W": 7, "T": 154}, {"H": 2, "W": 1, "T": 1, "HB": 2},
+         {"B": 1, "H": 2, "W": 33, "T": 231})  # fmt: skip
+
+
+@COMPILES
+@pytest.mark.parametrize(("kind", "layout"), [
+    pytest.param(*name, marks=[] if name[1] == ONE_LEVEL else [pytest.mark.slow]) for name in KINDS])  # fmt: skip
+def test_one_build_serves_every_size_and_compiles_each_kind_of_block_once(
+    tmp_path: Path, kind: str, layout: str
+) -> None:
+    from hybrid_trt.engine_builder.build import build_engine
+
+    net = network(kind, layout)
+    profile = net.architecture().profile(RequestedSizes(32, 64, 256))
+    (sizes,) = TORCH.to_build(net, RequestedCalls(profile), [])
+    order = BuildOrder(net, "float32", sizes.profile, TORCH, calls=sizes.calls)
+    engine = build_engine(order, Library([tmp_path / "library"]), lambda *_: None, run=run_here)
+    session = LiveSession(net, TORCH, "float32", Recorder())
+    session.use([engine])
+    for seed, call in enumerate(CALLS):
+        given = given_for(net, seed, **call)
+        for _ in range(3):  # plainly, recorded, replayed
+            assert error(session, net, given) <= 1e-5, call
+        assert session.serving == [engine]
+    (blocks,) = session.live._compiled.values()
+    assert isinstance(blocks, InBlocks)
+    assert (len(blocks.kinds), blocks.plain) == (KINDS[kind, layout], 0)
+
+
+@pytest.mark.parametrize(("kind", "layout", "count"), [
+    ("unet", "sd15_as_published", 23), ("controlnet", "sd15_as_published", 16), ("unet", "sdxl_as_published", 26)])
+def test_layers_of_the_same_shape_are_of_one_kind(kind: str, layout: str, count: int) -> None:
+    net = network(kind, layout)
+    architecture = net.architecture()
+    function = architecture.function(net.module)
+    calls = [list(given_for(net, **sizes).values()) for sizes in ({}, {"H": 1, "W": 1}, {"H": 10, "W": 14, "B": 3})]
+    kinds, of = kinds_of(function, calls)
+    assert all(len(own) == 1 for own in of)
+    assert len(kinds) == count
