@@ -61,6 +61,7 @@ def referring(case: Any, patcher: Any, size: tuple[int, int]) -> dict[str, Any]:
     if not case.references:
         return {}
     format_ = patcher.get_model_object("latent_format")
-    shape = (1, format_.latent_channels, *(side // format_.spacial_downscale_ratio for side in reversed(size)))
+    frames = [] if case.network == QWEN21 else [1]
+    shape = (1, format_.latent_channels, *frames, *(side // format_.spacial_downscale_ratio for side in reversed(size)))
     return {"reference_latents": [torch.randn(shape) for _ in range(case.references)],
             "image_slots": [_SLOT] * case.references}  # fmt: skip

@@ -107,6 +107,8 @@ _ANIMA = Case("anima", small.ANIMA | {"model_channels": 2048, "num_blocks": 28, 
               small.ANIMA | {"model_channels": 256}, 1024, 512, 1024, 1024)  # fmt: skip
 _VIDEO = Case("wan", _WAN, small.WAN, 832, 512, 4096, 4096, height=480, length=17)
 _MINIMAX = Case("minimax_h3", _H3, small.MINIMAX_H3_PRUNED, 832, 256, 5120, 64, height=480, length=124)
+_QWEN_IMAGE = Case("qwen_image", _QWEN, small.QWEN_IMAGE | {"in_channels": 64, "num_layers": 2}, 1328, 64, 3584, 48,
+                   eight_bit="fp8")  # fmt: skip
 CASES = {
     "flux1_1024": _FLUX, "flux1_512": replace(_FLUX, side=512), "flux1_1024_fp8": replace(_FLUX, eight_bit="fp8"),
     "flux1_1024_cn": replace(_FLUX, control=True), "zimage_1024": _Z, "zimage_512": replace(_Z, side=512),
@@ -114,8 +116,9 @@ CASES = {
     "zimage_1024_fp8": replace(_Z, eight_bit="fp8"), "zimage_1024_int8": replace(_Z, eight_bit="int8"),
     "zimage_1024_fun": replace(_Z, tiny=small.ZIMAGE | {"n_layers": 29}, fun=_FUN),
     "krea2_1024_fp8": _KREA, "krea2_1024_int8": replace(_KREA, eight_bit="int8"),
-    "qwen_1328_fp8": Case("qwen_image", _QWEN, small.QWEN_IMAGE | {"in_channels": 64, "num_layers": 2}, 1328, 64, 3584,
-                          48, eight_bit="fp8"),
+    "qwen_1328_fp8": _QWEN_IMAGE,
+    "qwen_edit_1024_fp8": replace(_QWEN_IMAGE, side=1024, references=1),
+    "qwen_edit_1024_int8": replace(_QWEN_IMAGE, side=1024, eight_bit="int8", references=1),
     "anima_1024": _ANIMA, "anima_1024_lllite": replace(_ANIMA, lllite=True),
     "wan22_480": _VIDEO, "wan22_480_fp8": replace(_VIDEO, eight_bit="fp8"),
     "wan22_480_49_fp8": replace(_VIDEO, eight_bit="fp8", length=49),

@@ -19,10 +19,9 @@ os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "backend:cudaMallocAsync")  # w
 
 import models
 import torch
-from timing import gpu_ms, host_us, matmul_tflops
+from timing import gpu_ms, host_us, kernels, matmul_tflops
 
 SIZES = {"sd15": 64, "sdxl": 128}
-PORTRAITS = {"sd15": (96, 64), "sdxl": (152, 104)}
 """Height and width of the latent."""
 
 
@@ -97,28 +96,18 @@ class Bench:
 
         return live_session(self.networks[name], self.backend, self.networks[name].precision)
 
-    def build(self, name: str) -> tuple[float, float]:
-        """Compile a network unless the library has it; seconds and its error against the same network run plainly."""
-        return self._built(name, self.choice.profile, [])
-
-    def build_beside(self, name: str, height: int, width: int) -> tuple[float, float]:
-        """``build`` for one more size of batch 2, as the button of an engine node orders it."""
-        from hybrid_trt.architectures.shapes import Profile
-
-        call = {"B": 2, "H": height, "W": width, "T": 77, **({"HB": 1} if name == "controlnet" else {})}
-        return self._built(name, Profile.around([call]), [call])
-
-    def _built(self, name: str, profile: Any, calls: list[dict[str, int]]) -> tuple[float, float]:
+    def build(self, name: str) -> tuple[float, dict[str, float]]:
+        """Compile a network unless the library has it; return the seconds, all and of each phase."""
         from hybrid_trt.engine_builder.build import build_engine
         from hybrid_trt.engine_builder.order import BuildOrder
 
         network, session = self.networks[name], self.session(name)
-        order = BuildOrder(network, network.precision, profile, self.backend, calls=tuple(calls))
+        order = BuildOrder(network, network.precision, self.choice.profile, self.backend)
         started = time.perf_counter()
         engine = build_engine(order, self.library, lambda *_: None)
         seconds = time.perf_counter() - started
         session.use([*session.engines, engine])
-        return seconds, engine.manifest.parity["rel_err"]
+        return seconds, {phase: round(value, 1) for phase, value in engine.manifest.seconds.items()}
 
     def conditioning(self, controls: int, backed: bool) -> tuple[Any, list, list]:
         """Model, positive and negative conditioning with a stack of ControlNets."""
@@ -176,7 +165,7 @@ def worst_error(values: list[torch.Tensor], references: list[torch.Tensor]) -> f
     return max(relative_error(v, r) for v, r in zip(values, references, strict=True))
 
 
-def network_rows(bench: Bench, tflops: float, batches: tuple[int, ...]) -> list[dict[str, Any]]:
+def network_rows(bench: Bench, tflops: float, batches: tuple[int, ...], profiled: bool) -> list[dict[str, Any]]:
     """Native, graph and compiled times of each network alone."""
     from comfy import model_management
     from torch.utils.flop_counter import FlopCounterMode
@@ -201,7 +190,7 @@ def network_rows(bench: Bench, tflops: float, batches: tuple[int, ...]) -> list[
                 session.use([])
                 row["graph"] = gpu_ms(lambda: session.run(given))  # noqa: B023
                 row["graph_rel_err"] = worst_error(list(session.run(given).values()), reference)
-            seconds, _ = bench.build(name)
+            seconds, phases = bench.build(name)
             for batch in batches:
                 given, row = bench.given(name, batch), found[batch]
                 reference = bench.native_call(name, given)
@@ -210,7 +199,9 @@ def network_rows(bench: Bench, tflops: float, batches: tuple[int, ...]) -> list[
                 row["rel_err"] = worst_error(list(session.run(given).values()), reference)
                 row["host_us"] = host_us(lambda: session.run(given))  # noqa: B023
                 row["replay_only_ms"] = replay_ms(session)
-                row["build_s"] = round(seconds, 1)
+                row["build_s"], row["build_phases_s"] = round(seconds, 1), phases
+                if profiled:
+                    row["kernels"] = kernels(lambda: session.run(given))  # noqa: B023
                 rows.append(row)
     for row in rows:
         row.update({f"{level}_ms": row[level]["median"] for level in ("native", "graph", "engine")})
@@ -290,16 +281,6 @@ def overlap_row(bench: Bench) -> dict[str, Any]:
     return row
 
 
-def one_more_size(bench: Bench) -> dict[str, Any]:
-    """Seconds to build for a portrait, beside an engine of other sizes."""
-    height, width = PORTRAITS[bench.family]
-    with torch.inference_mode():
-        seconds, error = bench.build_beside("unet", height, width)
-    row = {"case": f"{bench.family}_one_more_size", "build_s": round(seconds, 1), "rel_err": error}
-    print(row, flush=True)
-    return row
-
-
 def warm_start(bench: Bench, started: float) -> dict[str, Any]:
     """Seconds until the first step of a process whose library has the engines, from different starting points."""
     loaded = time.perf_counter()
@@ -321,8 +302,10 @@ def main() -> None:
     parser.add_argument("--base", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--controls", type=int, default=4)
-    parser.add_argument("--steps", type=int, nargs="*", default=[0, 1, 2, 3, 4])
+    parser.add_argument("--steps", type=int, nargs="*", default=[0, 1, 2, 3, 4],
+                        help="ControlNets in a sampling; none: networks alone")
     parser.add_argument("--warm", action="store_true", help="only the start of a process that finds its engines")
+    parser.add_argument("--profile", action="store_true", help="also the kernels of a call")
     options = parser.parse_args()
     import_pack(options.comfyui)
     started = time.perf_counter()
@@ -333,13 +316,11 @@ def main() -> None:
     else:
         tflops = matmul_tflops()
         print({"matmul_tflops": round(tflops)}, flush=True)
-        rows = network_rows(bench, tflops, (2, 1))
+        rows = network_rows(bench, tflops, (2, 1), options.profile)
         options.out.write_text(json.dumps(rows, indent=1))
-        if len(bench.nets) > 1:
+        if len(bench.nets) > 1 and options.steps:
             rows.append(overlap_row(bench))
         rows += step_rows(bench, options.steps)
-        options.out.write_text(json.dumps(rows, indent=1))
-        rows.append(one_more_size(bench))
     options.out.write_text(json.dumps(rows, indent=1))
 
 
