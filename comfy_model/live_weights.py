@@ -22,7 +22,7 @@ from ..engine_library import Reason, Unavailable
 from .main_memory import MainMemory, wait_for_copies
 from .module_copy import plain_copy
 from .network import NativeNetwork, patchers_of
-from .torch_kernels import empty_laid_out, lay_out_in_place
+from .torch_kernels import empty_laid_out, lay_out_in_place, strides_laid_out
 from .weight_formats import is_quantised, stored_dtypes, tensors_of
 from .weight_hash import edition_of
 from .weight_patches import version_of
@@ -269,6 +269,8 @@ class LiveWeights:
         place = torch.device("cpu") if name in self._outside else self.device
         if live.device != place or live.dtype != self._dtypes[name] or type(live.data) is not torch.Tensor:
             return False
+        if name in self._outside and live.stride() != strides_laid_out(live.shape, self.device):
+            return False
         # a weight that is patched at call time and not in place cannot be shared
         return not getattr(owner, f"{leaf}_function", None) and getattr(owner, f"{leaf}_lowvram_function", None) is None
 
@@ -286,8 +288,10 @@ class LiveWeights:
     def _own(self, name: str) -> torch.Tensor:
         dtype = self._dtypes[name]
         shape = self._native_tensor(name).shape
-        outside = name in self._outside
-        owned = self._main_memory.new(name, shape, dtype) if outside else empty_laid_out(shape, dtype, self.device)
+        if name in self._outside:  # as on the device, where code was compiled for this layout
+            owned = self._main_memory.new(name, shape, dtype).as_strided(shape, strides_laid_out(shape, self.device))
+        else:
+            owned = empty_laid_out(shape, dtype, self.device)
         self._put(name, owned)
         return owned
 

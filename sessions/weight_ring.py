@@ -230,10 +230,12 @@ class WeightRing:
 
 def _at_start(weight: torch.Tensor) -> torch.Tensor:
     """Return a tensor whose storage begins with it: torch looks only there to see if memory is pinned."""
-    if weight.data_ptr() == weight.untyped_storage().data_ptr() or not weight.is_contiguous():
+    dense = weight.is_contiguous() or weight.ndim == 4 and weight.is_contiguous(memory_format=torch.channels_last)
+    if weight.data_ptr() == weight.untyped_storage().data_ptr() or not dense:
         return weight
-    memory = torch.from_numpy(weight.detach().view(-1).view(torch.uint8).numpy())
-    return memory.view(weight.dtype).view(weight.shape)
+    row = weight.detach().as_strided((weight.numel(),), (1,))
+    memory = torch.from_numpy(row.view(torch.uint8).numpy())
+    return memory.view(weight.dtype).as_strided(weight.shape, weight.stride())
 
 
 def _aligned(size: int) -> int:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
+from comfy import model_management
 from compiling import COMPILES
 from fake_recorder import Recorder
 from hybrid_trt.architectures.calls import RequestedCalls
@@ -12,11 +14,12 @@ from hybrid_trt.architectures.shapes import RequestedSizes
 from hybrid_trt.backends.torch_inductor.compile_kinds import kinds_of
 from hybrid_trt.backends.torch_inductor.kinds import InBlocks
 from hybrid_trt.backends.torch_inductor.session import LiveSession
-from hybrid_trt.engine_builder.build import run_here
+from hybrid_trt.comfy_model import torch_kernels
+from hybrid_trt.engine_builder.build import build_engine, run_here
 from hybrid_trt.engine_builder.order import BuildOrder
 from hybrid_trt.engine_library import Library
 from live_sessions import TORCH, error, given_for
-from small_networks import ONE_LEVEL, network
+from small_networks import CPU, ONE_LEVEL, network
 
 KINDS = {("unet", ONE_LEVEL): 6, ("controlnet", ONE_LEVEL): 5, ("unet", "sdxl_as_published"): 26}
 """Networks -> the kinds of their blocks."""
@@ -28,10 +31,11 @@ CALLS = ({}, {"B": 1, "H": 8, "W": 16}, {"B": 3, "H": 13, "W": 7, "T": 154}, {"H
 @pytest.mark.parametrize(("kind", "layout"), [
     pytest.param(*name, marks=[] if name[1] == ONE_LEVEL else [pytest.mark.slow]) for name in KINDS])  # fmt: skip
 def test_one_build_serves_every_size_and_compiles_each_kind_of_block_once(
-    tmp_path: Path, kind: str, layout: str
+    tmp_path: Path, kind: str, layout: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from hybrid_trt.engine_builder.build import build_engine
-
+    if kind == "unet":  # in the memory layout that is a GPU's
+        monkeypatch.setattr(torch_kernels, "_layout", lambda _device, dimensions: (
+            torch.channels_last if dimensions == 4 else torch.contiguous_format))  # fmt: skip
     net = network(kind, layout)
     profile = net.architecture().profile(RequestedSizes(32, 64, 256))
     (sizes,) = TORCH.to_build(net, RequestedCalls(profile), [])
@@ -47,6 +51,19 @@ def test_one_build_serves_every_size_and_compiles_each_kind_of_block_once(
     (blocks,) = session.live._compiled.values()
     assert isinstance(blocks, InBlocks)
     assert (len(blocks.kinds), blocks.plain) == (KINDS[kind, layout], 0)
+
+    monkeypatch.setattr(model_management, "MAX_PINNED_MEMORY", 1 << 34)  # in tests ComfyUI itself is on the CPU
+    for loaded in (False, True):  # ComfyUI's own weights lie otherwise
+        if loaded:
+            net.patcher.patch_model(CPU)
+        streamed = LiveSession(net, TORCH, "float32", Recorder())
+        streamed.use([engine])
+        weights, given = streamed.live.weights, given_for(net, 5)
+        streamed.live.move_out({name for block in streamed.live.blocks for name in weights.large(block, 0)})
+        assert weights.size_of(weights.outside) > 0.5 * weights.most_bytes
+        for _ in range(3):
+            assert error(streamed, net, given) <= 1e-5
+        assert (streamed.serving, streamed.refusal) == ([engine], None)
 
 
 @pytest.mark.parametrize(("kind", "layout", "count"), [

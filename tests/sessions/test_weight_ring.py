@@ -211,3 +211,14 @@ def test_what_is_copied_begins_its_storage_where_torch_asks_if_memory_is_pinned(
     memory[16:48] = torch.arange(32, dtype=torch.uint8)
     with ring.call(), ring.weights(0, [weight]) as (lent,):
         assert torch.equal(lent.view(torch.uint8).flatten(), torch.arange(32, dtype=torch.uint8))
+
+
+def test_kernels_of_convolutions_are_copied_in_their_layout() -> None:
+    memory = torch.randn(2 * 3 * 3 * 5 + 4, generator=torch.Generator().manual_seed(1))
+    weight = memory[4:].as_strided((2, 5, 3, 3), (45, 1, 15, 5))
+    ring = WeightRing([[weight]], [[True]], CPU)
+    (source,) = ring._blocks[0][0]
+    assert source.data_ptr() == source.untyped_storage().data_ptr() == weight.data_ptr()
+    with ring.call(), ring.weights(0, [weight]) as (lent,):
+        assert torch.equal(lent, weight)
+        assert lent.stride() == weight.stride()
