@@ -23,8 +23,8 @@ from small_networks import CPU, ONE_LEVEL, network
 
 KINDS = {("unet", ONE_LEVEL): 6, ("controlnet", ONE_LEVEL): 5, ("unet", "sdxl_as_published"): 26}
 """Networks -> the kinds of their blocks."""
-CALLS = ({}, {"B": 1, "H": 8, "W": 16}, {"B": 3, "H": 13, "W": 7, "T": 154}, {"H": 2, "W": 1, "T": 1, "HB": 2},
-         {"B": 1, "H": 2, "W": 33, "T": 231})  # fmt: skip
+CALLS = ({}, {"B": 1, "H": 8, "W": 16}, {"B": 3, "H": 13, "W": 7, "T": 154}, {"H": 8, "W": 9, "T": 1, "HB": 2},
+         {"B": 1, "H": 9, "W": 33, "T": 231})  # fmt: skip
 
 
 @COMPILES
