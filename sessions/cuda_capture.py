@@ -179,14 +179,18 @@ class CudaCapture:
         self.stream = idle.pop() if idle else torch.cuda.Stream(device)
         weakref.finalize(self, idle.append, self.stream)
 
-    def __call__(self, body: Callable[[], None]) -> Replay:
-        graph = torch.cuda.CUDAGraph()
+    def warm_up(self, body: Callable[[], None]) -> None:
+        """Run a function on the stream: libraries make what they keep for good."""
         here = torch.cuda.current_stream(self._device)
         self.stream.wait_stream(here)
         with torch.cuda.stream(self.stream):
             self._make_work_space()
-            body()  # libraries make what they keep for good
+            body()
         here.wait_stream(self.stream)
+
+    def __call__(self, body: Callable[[], None]) -> Replay:
+        """Capture a function. Its work was run on the stream before, maybe for other sizes; see ``warm_up``."""
+        graph = torch.cuda.CUDAGraph()
         free_idle_memory(self._device)
         # thread_local: other threads of ComfyUI may use CUDA while this one captures
         capturing = torch.cuda.graph(graph, pool=self._pool, stream=self.stream, capture_error_mode="thread_local")

@@ -34,6 +34,7 @@ from .cuda_capture import (
     wait_for,
     with_wait_point,
 )
+from .result_blocks import Blocks, Views, blocks_for, in_blocks, views_of
 from .session import first_line
 
 log = logging.getLogger(__name__)
@@ -59,7 +60,7 @@ class _CapturedGraph:
         inputs: name -> the buffer that a replay reads, or a constant.
         copied: the inputs that a replay copies in, a name for each buffer.
         block: dtype -> the tensor that all results of this dtype lie in, so that a single copy hands them out.
-        views: result name -> its dtype, shape, strides and offset in its block.
+        views: where the results lie in their blocks.
         targets: result name -> its part of the block.
         replay: runs the captured kernels again.
         bytes: memory that it holds.
@@ -72,8 +73,8 @@ class _CapturedGraph:
     function: Function
     inputs: dict[str, torch.Tensor]
     copied: list[str]
-    block: dict[torch.dtype, torch.Tensor]
-    views: dict[str, tuple[torch.dtype, torch.Size, tuple[int, ...], int]]
+    block: Blocks
+    views: Views
     targets: dict[str, torch.Tensor]
     replay: Replay | None = None
     bytes: int = 0
@@ -84,9 +85,10 @@ class _CapturedGraph:
 
     @classmethod
     def with_buffers(
-        cls, function: Function, given: Tensors, inputs: Tensors, steady: Collection[str], device: torch.device
-    ) -> _CapturedGraph:
-        """Allocate the buffers, after a plain run that gives the shapes of the results. Nothing is captured yet.
+        cls, function: Function, given: Tensors, inputs: Tensors, views: Views, steady: Collection[str],
+        device: torch.device,
+    ) -> _CapturedGraph:  # fmt: skip
+        """Allocate the buffers. Nothing is captured yet.
 
         Args:
             given: tensors as a caller gives them.
@@ -101,20 +103,10 @@ class _CapturedGraph:
                     buffers[alike] = name, torch.empty_like(tensor, memory_format=torch.preserve_format)
                 buffers[alike][1].copy_(tensor)
             static[name] = buffers[alike][1]
-        sizes, views = {}, {}
-        results = dict(function(static))
-        for name, result in results.items():
-            # the result's own strides if it has no gaps, else strides of a contiguous tensor
-            strides = torch.empty_like(result, device="meta", memory_format=torch.preserve_format).stride()
-            place = sizes.get(result.dtype, 0)
-            views[name] = (result.dtype, result.shape, strides, place)
-            sizes[result.dtype] = place + -(-result.numel() // 64) * 64
-        del results, result
-        free_idle_memory(device)  # else the block would lie between the run's tensors, and keep their memory
         with torch.inference_mode(False):
-            block = {dtype: torch.empty(size, dtype=dtype, device=device) for dtype, size in sizes.items()}
+            block = blocks_for(views, device)
         copied = [name for name, _ in buffers.values()]
-        return cls(function, static, copied, block, views, _in_blocks(views, block))
+        return cls(function, static, copied, block, views, in_blocks(views, block))
 
     def run(self) -> None:
         """Run the function on the buffers. This is the work that is captured."""
@@ -123,15 +115,7 @@ class _CapturedGraph:
 
     def results(self) -> dict[str, torch.Tensor]:
         """Copy the results out."""
-        return _in_blocks(self.views, {dtype: block.clone() for dtype, block in self.block.items()})
-
-
-def _in_blocks(views: Mapping[str, tuple], blocks: Mapping[torch.dtype, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return the results as parts of their blocks."""
-    return {
-        name: blocks[dtype].as_strided(shape, strides, offset)
-        for name, (dtype, shape, strides, offset) in views.items()
-    }
+        return in_blocks(self.views, {dtype: block.clone() for dtype, block in self.block.items()})
 
 
 class GraphCache:
@@ -166,11 +150,12 @@ class GraphCache:
         self._most_bytes = _share_of(device) if most_bytes is None else most_bytes
         self._steady = frozenset(steady)
         self._captured: OrderedDict[tuple, _CapturedGraph] = OrderedDict()
-        self._seen: OrderedDict[tuple, int] = OrderedDict()  # without a graph: number of the call before
+        self._seen: OrderedDict[tuple, tuple[int, Views]] = OrderedDict()  # number and results of the last plain call
         self._calls = 0
         self._failed: set[tuple] = set()
         self._token: object = None
         self._taken: int | None = None
+        self._warm = False
         self._capture = capture
         if capture is None and device.type == "cuda" and works(Feature.GRAPHS):
             self._capture = CudaCapture(device)
@@ -248,10 +233,12 @@ class GraphCache:
         if graph is None:
             if self._capture is not None and key not in self._failed and self._worth_it(key):
                 with outside_recording():
-                    graph = self._make(own or (lambda: function), inputs, prepare(inputs), key)
+                    graph = self._make(own, function, inputs, prepare(inputs), key)
             self.plain = self.failure if key in self._failed else None
             if graph is None:
-                return function(prepare(inputs))
+                results = function(prepare(inputs))
+                self._note(key, results)
+                return results
         self.plain = None
         self._captured.move_to_end(key)
         graph.used = self._calls
@@ -288,19 +275,24 @@ class GraphCache:
         stream = self.stream
         return stream is not None and torch.cuda.current_stream(self.device) == stream
 
+    def _note(self, key: tuple, results: Tensors) -> None:
+        """Remember a plain call of these shapes."""
+        self._seen[key] = self._calls, views_of(results)
+        self._seen.move_to_end(key)
+        while len(self._seen) > MAX_SEEN:
+            self._seen.popitem(last=False)
+
     def _worth_it(self, key: tuple) -> bool:
         """Tell whether these shapes came before: that call also did work that must not happen during a capture.
 
         In a full cache they must also come more often than the graph that would go.
         """
-        before = self._seen.pop(key, None)
-        self._seen[key] = self._calls
-        while len(self._seen) > MAX_SEEN:
-            self._seen.popitem(last=False)
-        if before is None or not self._is_full():
-            return before is not None
-        oldest = next(iter(self._captured.values()))
-        return self._calls - oldest.used > IDLE * (self._calls - before)
+        if key not in self._seen:
+            return False
+        oldest = next(iter(self._captured.values()), None)
+        if oldest is None or not self._is_full():
+            return True
+        return self._calls - oldest.used > IDLE * (self._calls - self._seen[key][0])
 
     def _is_full(self) -> bool:
         """Tell whether another graph, as large as the largest, has no room beside the kept graphs."""
@@ -308,15 +300,16 @@ class GraphCache:
         return len(sizes) >= self._limit or sum(sizes) + max(sizes, default=0) > self._most_bytes
 
     def _make(
-        self, own: Callable[[], Function], given: Tensors, inputs: Tensors, key: tuple
+        self, own: Callable[[], Function] | None, function: Function, given: Tensors, inputs: Tensors, key: tuple
     ) -> _CapturedGraph | None:
         while self._captured and self._is_full():
             self._captured.popitem(last=False)
         free_idle_memory(self.device)
         before = _reserved(self.device)
         try:
-            graph = _CapturedGraph.with_buffers(own(), given, inputs, self._steady, self.device)
-            self._capture_graph(graph)
+            used = function if own is None else own()
+            graph = _CapturedGraph.with_buffers(used, given, inputs, self._seen[key][1], self._steady, self.device)
+            self._capture_graph(graph, warm=own is None and self._warm)
         except BaseException as error:  # ComfyUI's interrupt is no Exception
             release_failed_capture(error, self.device)
             if not isinstance(error, Exception):
@@ -327,13 +320,20 @@ class GraphCache:
             return None
         held = sum(t.nbytes for t in (*map(graph.inputs.get, graph.copied), *graph.block.values()))
         graph.bytes = max(_reserved(self.device) - before, held)
-        self._captured[key] = graph
+        self._captured[key], self._warm = graph, True
         while len(self._captured) > 1 and self.bytes > self._most_bytes:  # the new graph is larger than expected
             self._captured.popitem(last=False)
         return graph
 
-    def _capture_graph(self, graph: _CapturedGraph) -> None:
+    def _capture_graph(self, graph: _CapturedGraph, warm: bool) -> None:
+        """Capture a graph.
+
+        Args:
+            warm: whether what it runs was already run on the stream to capture on.
+        """
         refuse_others_kernels()
+        if not warm and (warm_up := getattr(self._capture, "warm_up", None)) is not None:
+            warm_up(graph.run)
         new_wait_point = getattr(self._capture, "new_wait_point", None)
         wait_point = None if new_wait_point is None else new_wait_point()
         with with_wait_point(wait_point):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import random
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -140,11 +141,14 @@ def in_use(session: LiveSession) -> InBlocks:
 
 
 def calls(symbols: set[str]) -> list[dict[str, int]]:
-    """24 calls in which every size of ``SIZES`` comes, in ever other company."""
-    turning = {symbol: itertools.cycle(sizes) for symbol, sizes in SIZES.items() if symbol in symbols}
-    found = [{symbol: next(sizes) for symbol, sizes in turning.items()} for _ in range(24)]
+    """24 calls in which every size of ``SIZES`` comes, in ever other company. Guides come with two tokens or more."""
+    own = {symbol: list(itertools.islice(itertools.cycle(sizes), 24))
+           for symbol, sizes in SIZES.items() if symbol in symbols}  # fmt: skip
+    for symbol, sizes in own.items():
+        random.Random(symbol).shuffle(sizes)
+    found = [dict(zip(own, sizes, strict=True)) for sizes in zip(*own.values(), strict=True)]
     groups, guides = {"N", "C"} <= symbols, {"N", "G"} <= symbols
-    return [call | ({"C": 32 * call["N"] - 1} if groups else {}) | ({"N": call["N"] + call["G"]} if guides else {})
+    return [call | ({"C": 32 * call["N"] - 1} if groups else {}) | ({"N": max(2, call["N"]) + call["G"]} if guides else {})
             for call in found]  # fmt: skip
 
 

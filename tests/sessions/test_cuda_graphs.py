@@ -252,11 +252,14 @@ def broken_off(body: Callable[[], None]) -> None:
     cuda_capture.record(body, Broken(), Recorder.Replay(Recorder(), body), CPU, lambda: None)
 
 
+broken_off.warm_up = lambda body: body()
+
+
 def failed(network: Network, error: Exception, while_capturing: bool) -> GraphCache:
     """Return a cache whose capture of a network has failed with an error that has another for its cause."""
     def fail() -> None:
         calls.append(True)
-        if len(calls) == (3 if while_capturing else 2):  # plainly, to learn the shapes, while capturing
+        if len(calls) == (3 if while_capturing else 2):  # plainly, to warm up, while capturing
             try:
                 raise ValueError("the cause")
             except ValueError as cause:

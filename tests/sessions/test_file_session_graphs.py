@@ -14,6 +14,7 @@ from fake_recorder import Recorder
 from hybrid_trt.architectures.shapes import Dim, TensorSpec
 from hybrid_trt.comfy_model.torch_kernels import strides_of
 from hybrid_trt.engine_library import Library, Reason, Unavailable
+from hybrid_trt.sessions.cuda_graphs import GraphCache
 from hybrid_trt.sessions.file_session import FileSession
 from hybrid_trt.sessions.made_inputs import Zeros
 
@@ -56,6 +57,29 @@ def test_each_graph_has_a_runner_of_its_own_that_never_meets_other_shapes(tmp_pa
     plain, *captured = made
     assert plain.shapes == [(1, 4), (2, 4), (3, 4)]
     assert [set(runner.shapes) for runner in captured] == [{(1, 4)}, {(2, 4)}, {(3, 4)}]
+
+
+def test_a_network_warms_the_stream_up_once_and_one_with_a_state_for_each_graph() -> None:
+    """A run of a video takes seconds."""
+    ran: list[tuple[int, ...]] = []
+
+    def network(inputs: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+        ran.append(tuple(inputs["x"].shape))
+        return {"out": inputs["x"] + 1}
+
+    recorder = Recorder()
+    recorder.warm_up = lambda body: body()
+    for own, runs in (None, [3, 2, 2]), (lambda: network, [3, 3, 3]):
+        cache, counts = GraphCache(CPU, capture=recorder), []
+        for size in (2, 3, 4):
+            ran.clear()
+            for number in range(2):
+                x = torch.randn(size)
+                replays = recorder.replayed
+                assert torch.equal(cache.run(network, {"x": x}, own=own)["out"], x + 1)
+                assert recorder.replayed - replays == number
+            counts.append(len(ran) - 1)  # without the replay, which is a run here
+        assert counts == runs
 
 
 def test_unloading_lets_graphs_and_their_runners_go(tmp_path: Path) -> None:
