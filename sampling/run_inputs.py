@@ -26,7 +26,7 @@ import torch
 from comfy.model_management import cast_to_device
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from ..sessions.cuda_capture import give_back_graph_memory
+from ..sessions.graph_memory import give_back_graph_memory
 from . import NotCopied
 
 if TYPE_CHECKING:

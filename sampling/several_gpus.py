@@ -28,7 +28,7 @@ from ..comfy_model.module_copy import native_copy
 from ..comfy_model.network import NativeNetwork
 from ..comfy_model.weight_hash import look_for_edits
 from ..engine_library import Fallback, Reason
-from ..sessions.cuda_capture import give_back_graph_memory
+from ..sessions.graph_memory import give_back_graph_memory
 from . import NotCopied
 from .controlnet import EngineControlModel, back_with_engine, chain_of
 from .engine_handle import EngineHandle

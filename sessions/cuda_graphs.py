@@ -26,14 +26,13 @@ from .cuda_capture import (
     CudaCapture,
     Replay,
     WaitPoint,
-    free_idle_memory,
-    graph_memory,
     in_larger_graph,
     refuse_others_kernels,
     release_failed_capture,
     wait_for,
     with_wait_point,
 )
+from .graph_memory import free_idle_memory, graph_memory, make_room_for_graphs
 from .result_blocks import Blocks, Views, blocks_for, in_blocks, views_of
 from .session import first_line
 
@@ -188,6 +187,11 @@ class GraphCache:
     def takes_late(self) -> bool:
         """True if a graph can start before its late inputs are there."""
         return any(graph.wait_point is not None for graph in self._captured.values())
+
+    def make_room(self) -> None:
+        """Have memory free for what replays will take, at the start of a run."""
+        if self._captured and self.taken:
+            make_room_for_graphs(self.taken, self.device)
 
     def clear(self) -> None:
         """Drop all graphs, and forget which captures failed."""

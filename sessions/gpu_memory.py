@@ -12,7 +12,7 @@ from comfy import model_management
 
 from ..comfy_model.comfyui_shims import free_memory
 from ..engine_library import Reason, Unavailable
-from .cuda_capture import give_back_graph_memory
+from .graph_memory import give_back_graph_memory
 from .session import first_line, says_out_of_memory
 
 log = logging.getLogger(__name__)

@@ -103,7 +103,6 @@ class LiveSession:
 
     @property
     def name(self) -> str:
-        """Return what served, for reports."""
         return self._opened[self._last].folder.name if self._last in self._opened else "live weights, CUDA graph"
 
     @property
@@ -282,6 +281,8 @@ class LiveSession:
         self, given: Mapping[str, torch.Tensor], extras: Mapping[str, Hashable], late: AsyncInputs | None
     ) -> dict[str, torch.Tensor]:
         self._follow()
+        if self._new_run:
+            self.graphs.make_room()
         self._new_run = False
         given = self._live.passes.run(given, extras, (self._live.weights.version, called()))
         plan = self._plans.of(given)
@@ -375,8 +376,7 @@ class LiveSession:
             more = "; build an engine to have it compiled" if self.backend.cannot_build(self.device) is None else ""
             why = f". The engine that is there is not used: {self.passed_over}" if self.passed_over else ""
             return f"{start}, {plainly}{more}{why}"
-        smallest_first = sorted(self.compiled, key=lambda call: math.prod(call.values()))
-        words = dict.fromkeys(words_of(self._architecture, call) for call in smallest_first)
+        words = dict.fromkeys(words_of(self._architecture, call) for call in self.compiled)
         size = sum(engine.manifest.bytes for engine in self.engines)
         return f"{start}, compiled for {'; '.join(words)}, {size / 1e6:.0f} MB{'; ' * bool(self.remark)}{self.remark}"
 

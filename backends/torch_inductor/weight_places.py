@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 from ...comfy_model.main_memory import available_bytes
 from ...engine_library import Unavailable
-from ...sessions.cuda_capture import free_idle_memory
 from ...sessions.gpu_memory import EVERYTHING, free_room, make_room, need_room, no_room
+from ...sessions.graph_memory import free_idle_memory
 from ...sessions.weight_ring import BUFFERS, left_out
 
 if TYPE_CHECKING:

@@ -32,8 +32,8 @@ CORES = 2
 """Cores for each helper: Inductor's own thread and a compiler of kernels."""
 COMPILING, WORKING = 2_000_000_000, 2_000_000_000
 """Bytes of main memory for each helper with its compilers, and for the worker. A helper took 1.2 GB on 16 cores."""
-ON_GPU, LEFT = 800_000_000, 4_000_000_000
-"""Bytes on the GPU for each helper, and for the worker. A helper took 0.64 GB on an H200."""
+ON_GPU, LEFT = 800_000_000, 2_000_000_000
+"""Bytes on the GPU for each helper, and for the worker: a block of one kind. A helper took 0.64 GB on an H200."""
 SHARE = 2 / 3
 """Share of free GPU memory that a build may use; the rest is for prompts that begin meanwhile."""
 

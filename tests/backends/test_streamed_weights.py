@@ -30,6 +30,7 @@ from hybrid_trt.engine_builder.order import BuildOrder
 from hybrid_trt.engine_library import Engine, Library, Unavailable, trust
 from hybrid_trt.engine_library.engine import relative_error
 from hybrid_trt.sampling.engine_patcher import EnginePatcher
+from hybrid_trt.sessions import cuda_graphs
 from hybrid_trt.sessions import session as session_module
 from hybrid_trt.sessions.cuda_graphs import GraphCache
 from patched import with_lora
@@ -293,6 +294,24 @@ def test_a_call_without_memory_streams_more_the_second_time(
     monkeypatch.setattr(session.live, "run", full)
     assert equal(results(session), expected)
     assert outside(session) > 0.2
+
+
+def test_each_run_begins_with_room_for_what_graphs_gave_back(
+    session: LiveSession, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept, asked = [7], []
+    monkeypatch.setattr(cuda_graphs, "graph_memory", lambda _device: kept[-1])
+    monkeypatch.setattr(cuda_graphs, "make_room_for_graphs", lambda size, _device: asked.append(size))
+    for _ in range(3):
+        results(session)
+    assert len(session.graphs)
+    assert asked == []
+    kept.append(2)
+    for _ in range(2):
+        session.begin_run(session._sampled_with())
+        for _ in range(2):
+            results(session)
+    assert asked == [5, 5]
 
 
 class Owner:

@@ -174,7 +174,7 @@ def large_machine(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 @pytest.mark.parametrize(("what", "room_for"), [
     ("cores", {1: 0, 3: 0, 4: 2, 7: 3, 64: 32}),
     ("main", {5.9e9: 0, 6e9: 2, 8e9: 3}),
-    ("gpu", {8.3e9: 0, 8.5e9: 2, 9.7e9: 3}),
+    ("gpu", {5.3e9: 0, 5.5e9: 2, 6.7e9: 3}),
 ])  # fmt: skip
 def test_helpers_are_as_many_as_each_resource_has_room_for(
     large_machine: SimpleNamespace, what: str, room_for: dict[float, int]

@@ -12,7 +12,7 @@ import pytest
 import torch
 from comfy.patcher_extension import WrapperExecutor
 from hybrid_trt.sampling import run_inputs
-from hybrid_trt.sessions import cuda_capture
+from hybrid_trt.sessions import graph_memory
 
 GPU = torch.device("cuda", 1)
 
@@ -28,7 +28,7 @@ class Driver:
         return 0
 
     def cuDeviceGetGraphMemAttribute(self, handle: int, attribute: int, value: object) -> int:
-        assert (handle, attribute, type(value._obj)) == (7, cuda_capture.RESERVED, ctypes.c_uint64)
+        assert (handle, attribute, type(value._obj)) == (7, graph_memory.RESERVED, ctypes.c_uint64)
         value._obj.value = self.kept
         return 100 if self.fails == "asking" else 0
 
@@ -48,12 +48,12 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
     def synchronize() -> None:
         found.synchronized += 1
 
-    monkeypatch.setattr(cuda_capture, "_driver", lambda: found)
+    monkeypatch.setattr(graph_memory, "_driver", lambda: found)
     monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "cudaMallocAsync")
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(synchronize=synchronize))
-    cuda_capture._handle.cache_clear()
+    graph_memory._handle.cache_clear()
     yield found
-    cuda_capture._handle.cache_clear()
+    graph_memory._handle.cache_clear()
 
 
 @pytest.mark.parametrize(("kept", "device", "allocator", "given_back"), [
@@ -64,8 +64,21 @@ def test_what_graphs_keep_is_given_back_once_the_gpu_is_done_and_else_nothing_is
 ) -> None:
     driver.kept = kept
     monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: allocator)
-    assert cuda_capture.give_back_graph_memory(device) == given_back
+    assert graph_memory.give_back_graph_memory(device) == given_back
     assert (driver.trimmed, driver.synchronized) == (([7], 1) if given_back else ([], 0))
+
+
+@pytest.mark.parametrize(("free", "device", "asked"), [(2, GPU, 1), (3, GPU, 0), (2, torch.device("cpu"), 0)])
+def test_weights_that_comfyui_brought_meanwhile_give_way_to_graphs(
+    monkeypatch: pytest.MonkeyPatch, free: int, device: torch.device, asked: int
+) -> None:
+    """Doubles of torch's allocator, for which they give way, and of the GPU."""
+    made, freed = [], []
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _device: (free, 100))
+    monkeypatch.setattr(graph_memory.torch, "empty", lambda size, **_: made.append(size))
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: freed.append(len(made)))
+    graph_memory.make_room_for_graphs(3, device)
+    assert (made, freed) == ([3] * asked, [1] * asked)
 
 
 @pytest.mark.parametrize("fails", ["asking", "giving back", "no driver"])
@@ -74,8 +87,8 @@ def test_a_driver_that_fails_or_is_not_there_leaves_the_memory_where_it_is(
 ) -> None:
     driver.fails = fails
     if fails == "no driver":
-        monkeypatch.setattr(cuda_capture, "_driver", lambda: None)
-    assert cuda_capture.give_back_graph_memory(GPU) == 0
+        monkeypatch.setattr(graph_memory, "_driver", lambda: None)
+    assert graph_memory.give_back_graph_memory(GPU) == 0
 
 
 @pytest.mark.parametrize("ends", ["well", "interrupted"])

@@ -14,7 +14,7 @@ from pack import import_comfy
 import_comfy()
 
 import torch
-from hybrid_trt.sessions import cuda_capture
+from hybrid_trt.sessions import graph_memory
 from hybrid_trt.sessions.cuda_graphs import GraphCache
 
 GPU = torch.device("cuda", 0)
@@ -32,7 +32,7 @@ with torch.inference_mode():
         equal &= torch.equal(graphs.run(grows, {"x": x})["out"], grows({"x": x})["out"])
         torch.cuda.empty_cache()
         if i % 3 == 2:
-            given_back.append(cuda_capture.give_back_graph_memory(GPU))
+            given_back.append(graph_memory.give_back_graph_memory(GPU))
 assert graphs.failure is None
 assert len(graphs) == 1
-print(torch.cuda.get_allocator_backend(), min(given_back) >> 20, cuda_capture.graph_memory(GPU) >> 20, equal)
+print(torch.cuda.get_allocator_backend(), min(given_back) >> 20, graph_memory.graph_memory(GPU) >> 20, equal)
