@@ -23,16 +23,18 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Dim:
-    """``ceil(symbol * up / down)``: a latent size after ``down``-fold downsampling, or of an ``up`` times larger hint.
+    """``ceil(symbol * up / down) + plus``: a latent size after ``down``-fold downsampling, or of a larger hint.
 
     Stride-2 convolutions with padding 1 give ``ceil(n / 2)``, and nested ceilings of halves equal one ceiling.
-    ``Dim("H", down=2) * Dim("W", down=2)`` is the product of both, as a picture in tokens has it.
+    ``Dim("H", down=2) * Dim("W", down=2)`` is the product of both, as a picture in tokens has it. A video's first frame
+    is one more than its others.
     """
 
     symbol: str
     up: int = 1
     down: int = 1
     times: Dim | None = None
+    plus: int = 0
 
     def __mul__(self, other: Dim) -> Dim:
         return replace(self, times=other if self.times is None else self.times * other)
@@ -49,18 +51,20 @@ class Dim:
 
     def size(self, symbols: Mapping[str, int]) -> int:
         """Return the number of elements along this dimension, given the symbols of a call."""
-        own = -(-symbols[self.symbol] * self.up // self.down)
+        own = -(-symbols[self.symbol] * self.up // self.down) + self.plus
         return own * self.times.size(symbols) if self.times else own
 
     def __str__(self) -> str:
         scale = f"*{self.up}" if self.up != 1 else f"/{self.down}" if self.down != 1 else ""
-        return self.symbol + scale + (f"*{self.times}" if self.times else "")
+        more = f"+{self.plus}" if self.plus else ""
+        return self.symbol + scale + more + (f"*{self.times}" if self.times else "")
 
     @classmethod
     def parse(cls, text: str) -> Dim:
-        """The inverse of ``str``: ``"H"``, ``"H*8"``, ``"H/4"``, ``"H/2*W/2"``."""
-        factors = re.findall(r"([A-Z]+)(?:\*(\d+)|/(\d+))?", text)
-        return reduce(mul, (cls(symbol, int(up or 1), int(down or 1)) for symbol, up, down in factors))
+        """The inverse of ``str``: ``"H"``, ``"H*8"``, ``"H/4"``, ``"L*4+1"``, ``"H/2*W/2"``."""
+        factors = re.findall(r"([A-Z]+)(?:\*(\d+)|/(\d+))?(?:\+(\d+))?", text)
+        return reduce(mul, (cls(symbol, int(up or 1), int(down or 1), plus=int(plus or 0))
+                            for symbol, up, down, plus in factors))  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -205,7 +209,7 @@ def bind(specs: Iterable[TensorSpec], shapes: Mapping[str, Shape]) -> dict[str, 
                 check(spec, axis, dim)
                 continue
             if dim.tells:
-                symbols.setdefault(dim.symbol, size // dim.up)
+                symbols.setdefault(dim.symbol, (size - dim.plus) // dim.up)
             if dim.symbols <= symbols.keys():
                 check(spec, axis, dim.size(symbols))
             else:

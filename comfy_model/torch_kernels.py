@@ -16,6 +16,10 @@ WARM_CALLS, TIMED_CALLS = 3, 10
 """Numbers of calls: first calls without a clock, then calls whose median time counts."""
 
 
+_CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
+"""Layouts of images and videos, by their dimensions."""
+
+
 def laid_out(tensor: torch.Tensor) -> torch.Tensor:
     """Return the tensor in the memory layout that networks compute in: channels_last on a GPU, where that is faster.
 
@@ -65,14 +69,15 @@ def strides_laid_out(shape: Sequence[int], device: torch.device) -> tuple[int, .
 def strides_of(shape: Sequence[int], layout: torch.memory_format) -> tuple[int, ...]:
     """Return the strides, in elements, that torch gives a new tensor of this layout."""
     strides, step = [0] * len(shape), 1
-    for dim in (1, 3, 2, 0) if layout is torch.channels_last else reversed(range(len(shape))):
+    last = (1, *range(len(shape) - 1, 1, -1), 0) if layout in _CHANNELS_LAST.values() else None
+    for dim in last or reversed(range(len(shape))):
         strides[dim] = step
         step *= max(shape[dim], 1)
     return tuple(strides)
 
 
 def _layout(device: torch.device, dimensions: int) -> torch.memory_format:
-    return torch.channels_last if dimensions == 4 and device.type == "cuda" else torch.contiguous_format
+    return _CHANNELS_LAST.get(dimensions, torch.contiguous_format) if device.type == "cuda" else torch.contiguous_format
 
 
 ATTENTION = {

@@ -38,7 +38,7 @@ _LATER = ("fingerprint", "source", "parameters", "built_with", "changes")
 _FIGURES = {"rel_err", "native_rel_err", "limit", "native_ms", "engine_ms", "relative_time", "refit_s", "wiring"}
 """Names in ``parity`` whose values are numbers; the rest is for people."""
 _SYMBOL = re.compile(r"[A-Z]{1,4}")
-_FACTOR = r"[A-Z]{1,4}([*/][1-9][0-9]{0,3})?"
+_FACTOR = r"[A-Z]{1,4}([*/][1-9][0-9]{0,3})?(\+[1-9])?"
 _DIM = re.compile(rf"{_FACTOR}(\*{_FACTOR}){{0,2}}")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 

@@ -79,7 +79,7 @@ class AutoencoderSizes(LatentSizes):
     def function(self, module: torch.nn.Module) -> torch.nn.Module:
         for layer in module.modules():
             if isinstance(layer, AttnBlock):
-                layer.optimized_attention = _attention
+                layer.optimized_attention = attention
         if self.role is Role.VAE_DECODER:
             return _Half(module, "decode")
         return _Half(module, "encode") if getattr(module, "bn", None) is None else _EncoderWithStatistics(module)
@@ -134,7 +134,7 @@ def _bind(call: Mapping[str, Any]) -> EngineCall:
     return EngineCall({"images": images}, finish)
 
 
-def _attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     """Compute attention of all elements of a picture, with a single head; tensors are (batch, channels, H, W)."""
     rows = [t.flatten(2).transpose(1, 2).unsqueeze(1) for t in (q, k, v)]
     return F.scaled_dot_product_attention(*rows).squeeze(1).transpose(1, 2).reshape(q.shape)

@@ -84,7 +84,7 @@ def _holds(condition: sympy.Basic, values: Mapping[str, int]) -> bool:
 
 def layout_of(blocks: Sequence[torch.nn.Module]) -> Layout:
     """Return what lays the inputs of blocks out in memory: as convolutions read them, where blocks have some."""
-    convolve = any(weight.ndim == 4 for block in blocks for weight in block.parameters())
+    convolve = any(weight.ndim in (4, 5) for block in blocks for weight in block.parameters())
     return laid_out if convolve else torch.Tensor.contiguous
 
 

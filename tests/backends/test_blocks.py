@@ -147,9 +147,12 @@ def calls(symbols: set[str]) -> list[dict[str, int]]:
     for symbol, sizes in own.items():
         random.Random(symbol).shuffle(sizes)
     found = [dict(zip(own, sizes, strict=True)) for sizes in zip(*own.values(), strict=True)]
-    groups, guides = {"N", "C"} <= symbols, {"N", "G"} <= symbols
-    return [call | ({"C": 32 * call["N"] - 1} if groups else {}) | ({"N": max(2, call["N"]) + call["G"]} if guides else {})
-            for call in found]  # fmt: skip
+    for call in found:
+        if {"N", "C"} <= symbols:
+            call["C"] = 32 * call["N"] - 1
+        if {"N", "G"} <= symbols:
+            call["N"] = max(2, call["N"]) + call["G"]
+    return found
 
 
 @COMPILES

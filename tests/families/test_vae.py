@@ -8,7 +8,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import comfy.model_management as comfy_management
-import comfy.model_patcher as comfy_patcher
 import pytest
 import torch
 from comfy.ldm.models.autoencoder import AutoencoderKL, AutoencodingEngine
@@ -21,11 +20,7 @@ from comfy_process import ComfyProcess
 from hybrid_trt.architectures import Role
 from hybrid_trt.architectures.shapes import Picture, RequestedSizes
 from hybrid_trt.architectures.shapes import outside as outside_words
-from hybrid_trt.backends import backends
-from hybrid_trt.backends.lookup import EngineChoice
 from hybrid_trt.comfy_model.network import NativeNetwork
-from hybrid_trt.engine_builder.build import build_engine, run_here
-from hybrid_trt.engine_builder.order import BuildOrder
 from hybrid_trt.engine_library import Library, Unavailable
 from hybrid_trt.engine_library.measurements import FLOORS
 from hybrid_trt.page_api.graph_pictures import asked_pictures
@@ -33,12 +28,12 @@ from hybrid_trt.page_api.workflow_graph import vae_calls
 from hybrid_trt.sampling.engine_handle import EngineHandle
 from hybrid_trt.sampling.vae import EngineVAEModel, native_vae, vae_with_engines
 from scenarios import Prompt, Scenario, latent_of, node, prompt, relative_difference
+from vaes import as_vae, engine_of
 
 LIMIT = 1e-5
 SETTINGS = {"when_missing": "build now", "min_size": 32, "opt_size": 128, "max_size": 256}
 """The last tile of a row is narrower than a picture."""
 KINDS = {"kl": "tiny_kl.safetensors", "taesd": "tiny_sdxl_taesd.safetensors"}
-SIZES = RequestedSizes(64, 128, 256)
 
 
 def graph(kind: str, call: str, backend: str = "", width: int = 136, height: int = 120, batch: int = 1, **tiles: int
@@ -179,28 +174,10 @@ def test_a_graph_tells_whether_a_vae_decodes_or_encodes() -> None:
     assert vae_calls(control, "node") == ["vae"], "few ControlNets encode, and an encoder takes a while to build"
 
 
-def as_vae(module: torch.nn.Module) -> SimpleNamespace:
-    """A VAE as far as the pack reads it."""
-    patcher = comfy_patcher.ModelPatcher(module, torch.device("cpu"), torch.device("cpu"))
-    return SimpleNamespace(patcher=patcher, first_stage_model=module, vae_dtype=torch.float32)
-
-
-def test_a_vae_of_videos_runs_at_normal_speed_and_says_why() -> None:
-    module = WanVAE(dim=8, z_dim=4, dim_mult=[1, 1], num_res_blocks=1, temperal_downsample=[False])
+def test_a_vae_of_no_family_runs_at_normal_speed_and_says_why() -> None:
+    module = WanVAE(dim=8, z_dim=4, dim_mult=[1, 1], num_res_blocks=1, attn_scales=[1.0], temperal_downsample=[False])
     with pytest.raises(Unavailable, match="video.safetensors is a WanVAE"):
         NativeNetwork.of_vae(as_vae(module), Role.VAE_DECODER, "video.safetensors").architecture()
-
-
-def engine_of(
-    vae: Any, role: Role, folder: Path, backend: str = "onnxruntime", sizes: RequestedSizes = SIZES
-) -> EngineHandle:
-    """Build a VAE's engine and return its handle."""
-    network, library = NativeNetwork.of_vae(vae, role, f"a VAE's {role.value}"), Library([folder])
-    profile = network.architecture().profile(sizes)
-    order = BuildOrder(network, "float32", profile, backends()[backend])
-    build_engine(order, library, lambda *_: None, run=run_here)
-    choice = EngineChoice(profile, backend=backend)
-    return EngineHandle.look_up(network, choice, library, f"{role.value} by {backend} in {folder}")
 
 
 @pytest.fixture

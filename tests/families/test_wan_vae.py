@@ -1,0 +1,122 @@
+"""VAEs of Wan on engines: one build decodes, or encodes, every number of frames at every size as native does."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from comfy.ldm.wan import vae as wan21
+from comfy.ldm.wan import vae2_2 as wan22
+from comfy.sd import VAE
+from compiling import COMPILES
+from hybrid_trt.architectures import Role, architectures
+from hybrid_trt.architectures.shapes import Dim, Picture, RequestedSizes
+from hybrid_trt.comfy_model.network import NativeNetwork
+from hybrid_trt.engine_library.engine import relative_error
+from hybrid_trt.sampling.engine_handle import EngineHandle
+from hybrid_trt.sampling.vae import EngineVAEModel, vae_with_engines
+from vaes import as_vae, engine_of
+
+LIMIT = 1e-5
+SHAPE = {"dim": 16, "dim_mult": [1, 2, 4, 4], "num_res_blocks": 2, "temperal_downsample": [False, True, True]}
+NETWORKS = {"wan21": (wan21.WanVAE, {**SHAPE, "z_dim": 16}),
+            "wan22": (wan22.WanVAE, {**SHAPE, "dec_dim": 16, "z_dim": 48})}  # fmt: skip
+KINDS = {("wan21", Role.VAE_DECODER): 19, ("wan21", Role.VAE_ENCODER): 22, ("wan22", Role.VAE_DECODER): 26,
+         ("wan22", Role.VAE_ENCODER): 30}  # fmt: skip
+"""Kinds of blocks: for a first chunk, and for each number of frames behind it."""
+CALLS = ((1, 4, 6), (2, 3, 5), (3, 4, 4), (1, 1, 1), (6, 2, 7), (1, 7, 3), (11, 1, 2), (1, 20, 24), (3, 26, 18),
+         (2, 18, 33))  # fmt: skip
+"""Latent frames, height and width."""
+COMPILED = 3
+"""The last of these, of sizes for which torch takes the same code for a single image on a CPU as for the example."""
+
+
+def module_of(kind: str) -> torch.nn.Module:
+    """A tiny VAE with random weights."""
+    make, settings = NETWORKS[kind]
+    module, generator = make(**settings), torch.Generator().manual_seed(3)
+    for name, weight in module.named_parameters():
+        draw = torch.randn(weight.shape, generator=generator)
+        kernel = weight.ndim > 1 and "gamma" not in name
+        weight.data = draw * weight[0].numel() ** -0.5 if kernel else 0.1 * draw + (0.0 if "bias" in name else 1.0)
+    return module.eval().requires_grad_(False)
+
+
+def call_of(role: Role, architecture: Any, module: torch.nn.Module, frames: int, height: int, width: int, seed: int = 1
+            ) -> tuple[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    if role is Role.VAE_DECODER:
+        return "decode", torch.randn(1, module.z_dim, frames, height, width, generator=generator)
+    sides = (architecture.pixels * height, architecture.pixels * width)
+    return "encode", torch.rand(1, 3, 4 * frames - 3, *sides, generator=generator) * 2 - 1
+
+
+@COMPILES
+@pytest.mark.parametrize(("kind", "role"), [
+    pytest.param(*one, marks=[] if one == ("wan21", Role.VAE_DECODER) else [pytest.mark.slow]) for one in KINDS])
+def test_one_build_serves_every_number_of_frames_and_every_size(kind: str, role: Role, tmp_path: Path) -> None:
+    vae = as_vae(module_of(kind))
+    if kind == "wan21":  # ComfyUI loads no smaller one of Wan 2.2
+        vae = VAE(sd=vae.first_stage_model.state_dict(), device=torch.device("cpu"), dtype=torch.float32)
+    module = vae.first_stage_model.requires_grad_(False)
+    handle = engine_of(vae, role, tmp_path, "torch", RequestedSizes(64, 64, 64))
+    served, architecture = EngineVAEModel(vae, {role: handle}), handle.network.architecture()
+    plain = []
+    for number, sizes in enumerate(CALLS):
+        name, images = call_of(role, architecture, module, *sizes, seed=number)
+        expected = getattr(module, name)(images)
+        assert relative_error(getattr(served, name)(images), expected) <= LIMIT, sizes
+        (blocks,) = handle.session.active.live._compiled.values()
+        plain.append(blocks.plain)
+    assert (handle.stats.engine, handle.stats.native) == (len(CALLS), 0), handle.stats.details
+    assert (len(blocks.kinds), plain[-1] - plain[-1 - COMPILED]) == (KINDS[kind, role], 0)
+    if role is Role.VAE_ENCODER:  # native leaves out what makes no whole latent frame
+        images = torch.rand(2, 3, 7, 32, 32)
+        assert relative_error(served.encode(images), module.encode(images)) <= LIMIT
+        assert handle.stats.native == 0
+    elif kind == "wan21":
+        comfyuis_own_ways_to_decode(vae, handle)
+
+
+def comfyuis_own_ways_to_decode(native: VAE, handle: EngineHandle) -> None:
+    """Videos whole, in tiles, and in tiles for want of memory; and the memory that ComfyUI is asked for."""
+    backed = vae_with_engines(native, {Role.VAE_DECODER: handle})
+    latent = torch.randn(1, 16, 3, 9, 13, generator=torch.Generator().manual_seed(8))
+    tiles = {"tile_x": 6, "tile_y": 6, "overlap": 2, "tile_t": 2, "overlap_t": 1}
+    before = handle.stats.engine
+    with torch.inference_mode():  # as in ComfyUI's server
+        assert relative_error(backed.decode(latent), native.decode(latent)) <= LIMIT
+        assert handle.stats.engine == before + 1
+        assert relative_error(backed.decode_tiled(latent, **tiles), native.decode_tiled(latent, **tiles)) <= LIMIT
+    assert handle.stats.engine > before + 4
+    assert handle.stats.native == 0, handle.stats.details
+    still, video = (1, 16, 1, 30, 40), (1, 16, 9, 30, 40)
+    for shape in (still, video):
+        assert backed.memory_used_decode(shape, torch.float32) <= native.memory_used_decode(shape, torch.float32)
+
+
+@pytest.mark.parametrize("kind", NETWORKS)
+@pytest.mark.parametrize("role", [Role.VAE_DECODER, Role.VAE_ENCODER])
+def test_a_video_in_our_chunks_is_natives(kind: str, role: Role) -> None:
+    module = module_of(kind)
+    network = NativeNetwork.of_vae(as_vae(module), role, "a VAE")
+    architecture = network.architecture()
+    name, images = call_of(role, architecture, module, 4, 3, 5)
+    with torch.inference_mode():
+        (found,) = architecture.function(module_of(kind))(images)
+        assert relative_error(found, getattr(module, name)(images)) <= LIMIT
+    (call,) = architecture.calls(architecture.profile(RequestedSizes(64, 64, 64)), Picture(96, 80, (1,), length=13))
+    words = {8: (12, 10), 16: (6, 5)}[architecture.pixels]
+    assert (call["W"], call["H"], architecture.call_words(call)) == (*words, "96x80, 4 latent frames")
+
+
+@pytest.mark.parametrize("dim", [Dim("L", up=4, plus=1), Dim("L", plus=1), Dim("H", down=2) * Dim("W", down=2)])
+def test_a_dimension_is_read_as_it_is_written(dim: Dim) -> None:
+    assert Dim.parse(str(dim)) == dim
+
+
+def test_every_vae_of_wan_has_a_decoder_and_an_encoder() -> None:
+    found = {name for name in architectures() if name.startswith("wan2") and "_vae_" in name}
+    assert found == {f"{kind}_vae_{half}" for kind in NETWORKS for half in ("decoder", "encoder")}
