@@ -15,56 +15,113 @@ import gc
 import json
 import math
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import models
 import networks
 import torch
-from timing import gpu_ms
+from timing import gpu_ms, kernels
+
+WAN = {"dim_mult": [1, 2, 4, 4], "num_res_blocks": 2, "temperal_downsample": [False, True, True]}
+WAN21, WAN22 = {**WAN, "dim": 96, "z_dim": 16}, {**WAN, "dim": 160, "dec_dim": 256, "z_dim": 48}
+SHOWN = 9
+"""Frames of a video that are compared with float32."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A call of a VAE for a picture or video of a size; ``file`` is of ``models.py``, or names a VAE of Wan."""
+
+    file: str
+    call: str
+    width: int
+    height: int
+    frames: int = 1
+
 
 CASES = {
-    "vae_decode_1024": ("full_kl", "decode", 1024), "vae_decode_512": ("full_kl", "decode", 512),
-    "vae_encode_1024": ("full_kl", "encode", 1024), "taesd_decode_512": ("full_taesd", "decode", 512),
+    "vae_decode_1024": Case("full_kl", "decode", 1024, 1024), "vae_decode_512": Case("full_kl", "decode", 512, 512),
+    "vae_encode_1024": Case("full_kl", "encode", 1024, 1024),
+    "taesd_decode_512": Case("full_taesd", "decode", 512, 512),
+    "wan_vae_decode_480_81": Case("wan21", "decode", 832, 480, 81),
+    "wan_vae_decode_1024": Case("wan21", "decode", 1024, 1024),
+    "wan_vae_encode_480_81": Case("wan21", "encode", 832, 480, 81),
+    "wan22_vae_decode_704_121": Case("wan22", "decode", 1280, 704, 121),
 }
 
 
-def measure(case: str, comfyui: Path, base: Path) -> dict[str, Any]:
-    """Return a case's row; the engine is built first, unless the library has it."""
+def loaded(case: Case, comfyui: Path, base: Path) -> Any:
+    """Return ComfyUI's VAE with random weights."""
     import comfy.sd
     import comfy.utils
+    from comfy.ldm.wan import vae as wan21
+    from comfy.ldm.wan import vae2_2 as wan22
+
+    if not case.file.startswith("wan"):
+        (path,) = models.make(comfyui, base, [case.file]).values()
+        return comfy.sd.VAE(sd=comfy.utils.load_torch_file(str(path)))
+    with torch.device("meta"):
+        module = wan21.WanVAE(**WAN21) if case.file == "wan21" else wan22.WanVAE(**WAN22)
+    generator, weights = torch.Generator().manual_seed(3), {}
+    for name, weight in module.state_dict().items():
+        draw = torch.randn(weight.shape, generator=generator)
+        kernel = weight.ndim > 1 and "gamma" not in name
+        weights[name] = draw * weight[0].numel() ** -0.5 if kernel else 0.05 * draw + (0.0 if "bias" in name else 1.0)
+    return comfy.sd.VAE(sd=weights)
+
+
+def given_to(case: Case, vae: Any) -> torch.Tensor:
+    """Return random latents, or pixels from -1 to 1."""
+    unit = 16 if case.file == "wan22" else 8
+    video = case.file.startswith("wan")
+    sides, frames = (case.height, case.width), [case.frames] if video else []
+    if case.call == "decode":
+        sides, frames = tuple(side // unit for side in sides), [(case.frames - 1) // 4 + 1] if video else []
+    shape = (1, vae.latent_channels if case.call == "decode" else 3, *frames, *sides)
+    given = torch.randn(shape, generator=torch.Generator().manual_seed(5)).to(vae.device, vae.vae_dtype)
+    return given.clamp(-1, 1) if case.call == "encode" else given
+
+
+def measure(name: str, comfyui: Path, base: Path, profile: bool) -> dict[str, Any]:
+    """Return a case's row; the engine is built first, unless the library has it."""
     from comfy import model_management
 
-    file, call, side = CASES[case]
-    (path,) = models.make(comfyui, base, [file]).values()
-    vae = comfy.sd.VAE(sd=comfy.utils.load_torch_file(str(path)))
+    case = CASES[name]
+    vae = loaded(case, comfyui, base)
     model_management.load_models_gpu([vae.patcher])
-    shape = (1, vae.latent_channels, side // 8, side // 8) if call == "decode" else (1, 3, side, side)
-    given = torch.randn(shape, generator=torch.Generator().manual_seed(5)).to(vae.device, vae.vae_dtype)
-    if call == "encode":
-        given = given.clamp(-1, 1)
-    exact = reference(vae, call, given)
-    row: dict[str, Any] = {"case": case, "dtype": str(vae.vae_dtype)}
-    for name in ("native", "engine"):  # native first: the engine's session puts shared weights into its own layout
-        if name == "engine":
-            backed, row["build_s"] = accelerated(vae, call, side, base)
-        run = getattr((vae if name == "native" else backed).first_stage_model, call)
-        result = run(given)
-        row[f"error_{name}_fp32"] = relative_error(result, exact)
-        if call == "decode":
-            row[f"psnr_{name}"], row[f"worst_pixel_{name}"] = picture_errors(result, exact)
+    given = given_to(case, vae)
+    shown = given[:, :, :SHOWN if case.call == "encode" else SHOWN // 4 + 1] if case.frames > 1 else given
+    exact = reference(vae, case.call, shown)
+    row: dict[str, Any] = {"case": name, "dtype": str(vae.vae_dtype)}
+    calls = {"warm": 1, "repeats": 5} if case.frames > 1 else {}
+    for way in ("native", "engine"):  # native first: the engine's session puts shared weights into its own layout
+        if way == "engine":
+            backed, row["build_s"] = accelerated(vae, case, base)
+        run = getattr((vae if way == "native" else backed).first_stage_model, case.call)
+        result = run(shown)
+        row[f"error_{way}_fp32"] = relative_error(result, exact)
+        if case.call == "decode":
+            row[f"psnr_{way}"], row[f"worst_pixel_{way}"] = picture_errors(result, exact)
         del result
-        row[f"{name}_ms"] = gpu_ms(lambda: run(given))["median"]  # noqa: B023
-        row[f"{name}_peak_mb"] = peak(lambda: run(given))  # noqa: B023
-    stats = next(iter(backed.first_stage_model.handles.values())).stats
+        row[f"{way}_ms"] = gpu_ms(lambda: run(given), **calls)["median"]  # noqa: B023
+        row[f"{way}_peak_mb"] = peak(lambda: run(given))  # noqa: B023
+    (handle,) = backed.first_stage_model.handles.values()
+    stats = handle.stats
+    if profile:
+        row["engine_kernels"] = kernels(lambda: run(given))
+        found = handle.session.active.live._compiled.values()
+        row["plain_blocks"] = sum(getattr(one, "plain", 0) for one in found)
     row |= {"calls_on_engine": stats.engine, "calls_on_native": stats.native, "reasons": stats.details}
     row["vram_ratio"] = round(row["engine_peak_mb"] / row["native_peak_mb"], 3)
     return row
 
 
-def accelerated(vae: Any, call: str, side: int, base: Path) -> tuple[Any, float]:
-    """Return the VAE with an engine for pictures of a size, and the seconds that its build took."""
+def accelerated(vae: Any, case: Case, base: Path) -> tuple[Any, float]:
+    """Return the VAE with an engine for a case, and the seconds that its build took."""
     from hybrid_trt.architectures import Role
+    from hybrid_trt.architectures.calls import example_of
     from hybrid_trt.architectures.shapes import Picture, RequestedSizes
     from hybrid_trt.backends import backends
     from hybrid_trt.backends.lookup import EngineChoice
@@ -75,10 +132,12 @@ def accelerated(vae: Any, call: str, side: int, base: Path) -> tuple[Any, float]
     from hybrid_trt.sampling.engine_handle import EngineHandle
     from hybrid_trt.sampling.vae import vae_with_engines
 
-    role = Role.VAE_DECODER if call == "decode" else Role.VAE_ENCODER
-    network, library = NativeNetwork.of_vae(vae, role, call), Library([base / "models" / "trt_engines"])
-    profile = network.architecture().profile(RequestedSizes())
-    calls = network.architecture().calls(profile, Picture(side, side, (1,)))
+    role = Role.VAE_DECODER if case.call == "decode" else Role.VAE_ENCODER
+    network, library = NativeNetwork.of_vae(vae, role, case.call), Library([base / "models" / "trt_engines"])
+    architecture = network.architecture()
+    profile = architecture.profile(RequestedSizes())
+    picture = Picture(case.width, case.height, (1,), length=case.frames)
+    calls = [example_of(architecture, call) for call in architecture.calls(profile, picture)]
     order = BuildOrder(network, network.precision, profile.around(calls), backends()["torch"], calls=tuple(calls))
     started = time.perf_counter()
     build_engine(order, library, lambda *_: None)
@@ -121,12 +180,13 @@ def main() -> None:
     parser.add_argument("--base", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
+    parser.add_argument("--profile", action="store_true", help="also the kernels of a call of the engine")
     options = parser.parse_args()
     networks.import_pack(options.comfyui)
     rows = []
     with torch.inference_mode():
         for case in options.cases:
-            rows.append(measure(case, options.comfyui, options.base))
+            rows.append(measure(case, options.comfyui, options.base, options.profile))
             print(json.dumps(rows[-1]), flush=True)
             meta = {"gpu": torch.cuda.get_device_name(0), "torch": torch.__version__}
             options.out.write_text(json.dumps({"meta": meta, "rows": rows}, indent=1) + "\n")
