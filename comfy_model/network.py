@@ -114,8 +114,8 @@ class NativeNetwork:
 
     @property
     def only_live(self) -> str:
-        """Its layers that only live weights can serve, in words; ``""`` without any."""
-        return layers_for_live_weights(self.module)
+        """What of it only live weights can serve, in words; ``""`` for nothing."""
+        return layers_for_live_weights(self.module) or getattr(architecture_of(self.module, self.role), "only_live", "")
 
     @property
     def own_attention(self) -> bool:

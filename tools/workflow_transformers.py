@@ -122,7 +122,6 @@ QWEN_EDIT = Transformer(
 )
 CHOOSE = "choose your model, its text encoder and its VAE."
 VAE_TOO = "*TRT Accelerate* takes the model and its VAE, and hands out both accelerated."
-VAE_NOT = "The VAE goes past *TRT Accelerate*: those that can decode videos run at normal speed."
 
 
 def flux_text_to_image() -> Recipe:
@@ -197,7 +196,7 @@ A prompt of any length becomes a picture, the same one as without this pack, onl
 1. **1 Models**: {CHOOSE}
 2. {FIRST_RUN}
 
-{VAE_NOT} LoRAs go before *TRT Accelerate*. {TOLD}
+{VAE_TOO} LoRAs go before *TRT Accelerate*. {TOLD}
 """
     nodes = {"note": note(text, 340)} | _loaders(KREA2) | _accelerate(KREA2) | _prompt("positive")
     return _recipe("krea2_text_to_image", KREA2, "text to image", nodes, ["positive", "negative", "latent"])
@@ -212,7 +211,7 @@ A prompt of any length becomes a picture, the same one as without this pack, onl
 1. **1 Models**: {CHOOSE}
 2. {FIRST_RUN}
 
-{VAE_NOT} ControlNets of InstantX go through *TRT Accelerate* too. {TOLD}
+{VAE_TOO} ControlNets of InstantX go through *TRT Accelerate* too. {TOLD}
 """
     nodes = {"note": note(text, 340)} | _loaders(QWEN_IMAGE) | _accelerate(QWEN_IMAGE) | prompts("encoders.CLIP")
     return _recipe("qwen_text_to_image", QWEN_IMAGE, "text to image", nodes, ["positive", "negative", "latent"])
@@ -229,23 +228,23 @@ A picture is changed as the prompt says; the rest of it stays.
 3. {FIRST_RUN}
 
 A second and a third picture go into *Prompt* and *Negative prompt*, and the text calls them picture 2 and \
-picture 3. {VAE_NOT} {TOLD}
+picture 3. {VAE_TOO} {TOLD}
 """
     nodes = {"note": note(text, 400)} | _loaders(QWEN_EDIT) | _accelerate(QWEN_EDIT)
     nodes["image"] = node("LoadImage", "Picture to change", {"image": "example.png"}, size=(280, 330))
     nodes["scaled"] = node("FluxKontextImageScale", None, {}, {"image": "image.IMAGE"}, (300, 0))
-    nodes["encode"] = node("VAEEncode", None, {}, {"pixels": "scaled.IMAGE", "vae": "vae.VAE"}, (300, 0))
+    nodes["encode"] = node("VAEEncode", None, {}, {"pixels": "scaled.IMAGE", "vae": "accelerate.vae"}, (300, 0))
     for key, title, words in (("positive", "Prompt", "make it winter, snow on the roof"),
                               ("negative", "Negative prompt", "")):  # fmt: skip
         nodes[f"{key}_text"] = node(
             "TextEncodeQwenImageEditPlus", title, {"prompt": words},
-            {"clip": "encoders.CLIP", "vae": "vae.VAE", "image1": "scaled.IMAGE"}, (300, 160))
+            {"clip": "encoders.CLIP", "vae": "accelerate.vae", "image1": "scaled.IMAGE"}, (300, 160))
         nodes[key] = node("FluxKontextMultiReferenceLatentMethod", f"How pictures go in ({title.lower()})",
                           {"reference_latents_method": "index_timestep_zero"},
                           {"conditioning": f"{key}_text.CONDITIONING"}, (300, 0))
     nodes["even"] = node("CFGNorm", None, {"strength": 1.0}, {"model": "shift.MODEL"}, (300, 0))
     nodes["sampler"] = sampler("encode.LATENT", "even.patched_model", settings=QWEN_EDIT.sampling)
-    nodes |= results(vae="vae.VAE")
+    nodes |= results()
     return recipe("qwen_edit", QWEN_EDIT, "edit", nodes, [
         group("1 Models", MODELS, ["note"], ["model", "encoders", "vae"]),
         group("2 Accelerate", ENGINES, ["accelerate", "shift", "even"]),
@@ -268,8 +267,8 @@ def _loaders(family: Transformer) -> Nodes:
 
 
 def _accelerate(family: Transformer) -> Nodes:
-    """The one node that runs a model, and a VAE that can have engines; behind it the family's shift."""
-    nodes = accelerate(model="model.MODEL", vae="vae.VAE" if family.vae != QWEN_VAE else None)
+    """The one node that runs a model and its VAE; behind it the family's shift."""
+    nodes = accelerate(model="model.MODEL", vae="vae.VAE")
     if family.shift is not None:
         nodes["shift"] = node("ModelSamplingAuraFlow", None, {"shift": family.shift}, {"model": "accelerate.model"},
                               (300, 0))
@@ -297,7 +296,7 @@ def _recipe(name: str, family: Transformer, title: str, nodes: Nodes, prompt: li
     nodes["sampler"] = sampler("latent.LATENT", model, settings=family.sampling)
     if "guidance" in nodes:
         nodes["sampler"]["inputs"]["positive"] = "guidance.CONDITIONING"
-    nodes |= results(vae="accelerate.vae" if "vae" in nodes["accelerate"]["inputs"] else "vae.VAE")
+    nodes |= results()
     return recipe(name, family, title, nodes, [
         group("1 Models", MODELS, ["note"], ["model", "encoders", "vae"]),
         group("2 Accelerate", ENGINES, ["accelerate", *(["shift"] if "shift" in nodes else [])]),

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from comfy.ldm.models.autoencoder import AutoencoderKL, AutoencodingEngine, DiagonalGaussianRegularizer
 from comfy.ldm.modules.diffusionmodules.model import AttnBlock, Decoder, Encoder
-from comfy.taesd.taesd import TAESD
+from comfy.taesd.taesd import TAESD, DecoderFlux2
 
 from .. import Role
 from ..calls import Binding, EngineCall, refuse_all_but
@@ -104,20 +104,24 @@ class KLAutoencoder(AutoencoderSizes):
 
 
 class TinyAutoencoder(AutoencoderSizes):
-    """TAESD, of 8 px per latent element."""
+    """TAESD; that of Flux.2 folds four elements of 8 px into one."""
 
     def matches(self, module: torch.nn.Module) -> bool:
-        return type(module) is TAESD and _channels(module) <= 16
+        return type(module) is TAESD and (16 if _folds(module) else LATENT) == self.pixels
 
 
 def _pixels_per_element(module: AutoencodingEngine) -> int:
     return 2 ** (module.decoder.num_resolutions - 1) * (1 if getattr(module, "bn", None) is None else 2)
 
 
+def _folds(module: TAESD) -> bool:
+    return isinstance(module.taesd_decoder, DecoderFlux2)
+
+
 def _channels(module: torch.nn.Module) -> int:
     """Return the channels of the latent."""
     if isinstance(module, TAESD):
-        return module.taesd_decoder[1].in_channels
+        return module.taesd_decoder[1].in_channels * (4 if _folds(module) else 1)
     if getattr(module, "bn", None) is not None:
         return module.bn.num_features
     first = getattr(module, "post_quant_conv", None) or module.decoder.conv_in
@@ -175,6 +179,7 @@ NEEDS = (
     "comfy.ldm.modules.diffusionmodules.model:AttnBlock",
     "comfy.ldm.modules.diffusionmodules.model:Decoder",
     "comfy.ldm.modules.diffusionmodules.model:Encoder",
+    "comfy.taesd.taesd:DecoderFlux2",
     "comfy.taesd.taesd:TAESD",
 )
 
@@ -185,4 +190,6 @@ ARCHITECTURES = (
     KLAutoencoder(_SIZES, "kl_vae_16_encoder", Role.VAE_ENCODER, 580, 16),
     TinyAutoencoder(_SIZES, "taesd_decoder", Role.VAE_DECODER, 260),
     TinyAutoencoder(_SIZES, "taesd_encoder", Role.VAE_ENCODER, 260),
+    TinyAutoencoder(_SIZES, "taesd_16_decoder", Role.VAE_DECODER, 260, 16),
+    TinyAutoencoder(_SIZES, "taesd_16_encoder", Role.VAE_ENCODER, 260, 16),
 )

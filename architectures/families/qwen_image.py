@@ -198,7 +198,7 @@ def _block(
         behind: a row for each token of references.
     """
     own = None if behind is None else h.shape[1] - behind.shape[0]
-    times = times if behind is None else times.flatten(0, 1)
+    times = times if behind is None else torch.cat(times.unbind())
     return QwenImageTransformerBlock.forward(block, h, words, None, times, pe, timestep_zero_index=own)
 
 
@@ -220,7 +220,7 @@ class _OnTokens(torch.nn.Module):
         time = net.time_text_embed(torch.cat([timestep, reference_timestep]), h)
         pe = torch.cat([pe_context, pe_image.flatten(0, 1), pe_reference])
         behind = pe_reference if pe_reference.shape[0] else None
-        times = time.chunk(2)[0] if behind is None else time.unflatten(0, (2, -1))  # code for any batch halves no rows
+        times = time.chunk(2)[0] if behind is None else torch.stack(time.chunk(2))  # code for any batch halves no rows
         for block, residual in zip(net.transformer_blocks, control, strict=True):
             words, h = block(h, words, times, pe, behind)
             h = torch.cat([h[:, :picture] + residual, h[:, picture:]], 1)

@@ -46,6 +46,8 @@ class VideoAutoencoder(AutoencoderSizes):
     ``working_values`` holds for a still; a video takes ``video_values``.
     """
 
+    only_live = "frames that are computed from frames before them"
+
     video_values: int = 0
     module: type[torch.nn.Module] = wan21.WanVAE
 

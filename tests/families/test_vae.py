@@ -210,7 +210,8 @@ def like_flux2() -> AutoencoderKL:
     return module
 
 
-LAYOUTS = {"Flux.1 and SD3": (like_flux, 16, 8), "Flux.2": (like_flux2, 32, 16)}
+LAYOUTS = {"Flux.1 and SD3": (like_flux, 16, 8), "Flux.2": (like_flux2, 32, 16),
+           "Flux.2, tiny": (lambda: TAESD(latent_channels=128), 128, 16)}  # fmt: skip
 """Module, channels of its latent, and pixels of a latent element."""
 
 
@@ -239,7 +240,9 @@ def check_engine(vae: Any, role: Role, handle: EngineHandle, images: torch.Tenso
 ROLES = pytest.mark.parametrize("role", [Role.VAE_DECODER, Role.VAE_ENCODER])
 
 
-@pytest.mark.parametrize(("layout", "role"), [("Flux.2", Role.VAE_DECODER), ("Flux.1 and SD3", Role.VAE_ENCODER)])
+@pytest.mark.parametrize(("layout", "role"), [
+    ("Flux.2", Role.VAE_DECODER), ("Flux.1 and SD3", Role.VAE_ENCODER), ("Flux.2, tiny", Role.VAE_DECODER),
+    ("Flux.2, tiny", Role.VAE_ENCODER)])
 def test_the_layouts_of_flux_and_sd3_are_served(layout: str, role: Role, tmp_path: Path) -> None:
     make, channels, pixels = LAYOUTS[layout]
     generator = torch.Generator().manual_seed(4)

@@ -10,6 +10,7 @@ import torch
 from comfy.ldm.wan import vae as wan21
 from comfy.ldm.wan import vae2_2 as wan22
 from comfy.sd import VAE
+from comfy_process import ComfyProcess
 from compiling import COMPILES
 from hybrid_trt.architectures import Role, architectures
 from hybrid_trt.architectures.shapes import Dim, Picture, RequestedSizes
@@ -17,6 +18,8 @@ from hybrid_trt.comfy_model.network import NativeNetwork
 from hybrid_trt.engine_library.engine import relative_error
 from hybrid_trt.sampling.engine_handle import EngineHandle
 from hybrid_trt.sampling.vae import EngineVAEModel, vae_with_engines
+from safetensors.torch import save_file
+from scenarios import Prompt, latent_of, node, relative_difference
 from vaes import as_vae, engine_of
 
 LIMIT = 1e-5
@@ -56,12 +59,16 @@ def call_of(role: Role, architecture: Any, module: torch.nn.Module, frames: int,
 @COMPILES
 @pytest.mark.parametrize(("kind", "role"), [
     pytest.param(*one, marks=[] if one == ("wan21", Role.VAE_DECODER) else [pytest.mark.slow]) for one in KINDS])
-def test_one_build_serves_every_number_of_frames_and_every_size(kind: str, role: Role, tmp_path: Path) -> None:
+def test_one_build_serves_every_number_of_frames_and_every_size(
+    kind: str, role: Role, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
     vae = as_vae(module_of(kind))
     if kind == "wan21":  # ComfyUI loads no smaller one of Wan 2.2
         vae = VAE(sd=vae.first_stage_model.state_dict(), device=torch.device("cpu"), dtype=torch.float32)
     module = vae.first_stage_model.requires_grad_(False)
-    handle = engine_of(vae, role, tmp_path, "torch", RequestedSizes(64, 64, 64))
+    comfy = request.getfixturevalue("comfy") if kind == "wan21" else None
+    library = tmp_path if comfy is None else comfy.base / "models" / "trt_engines"
+    handle = engine_of(vae, role, library, "torch", RequestedSizes(64, 64, 64))
     served, architecture = EngineVAEModel(vae, {role: handle}), handle.network.architecture()
     plain = []
     for number, sizes in enumerate(CALLS):
@@ -76,8 +83,42 @@ def test_one_build_serves_every_number_of_frames_and_every_size(kind: str, role:
         images = torch.rand(2, 3, 7, 32, 32)
         assert relative_error(served.encode(images), module.encode(images)) <= LIMIT
         assert handle.stats.native == 0
-    elif kind == "wan21":
+    if kind == "wan21" and role is Role.VAE_DECODER:
         comfyuis_own_ways_to_decode(vae, handle)
+    if comfy is not None:
+        through_comfyui(comfy, module, role)
+
+
+def through_comfyui(comfy: ComfyProcess, module: torch.nn.Module, role: Role) -> None:
+    """A still and a video; stock nodes take the frames of a video as images."""
+    save_file(module.state_dict(), comfy.base / "models" / "vae" / "tiny_wan_vae.safetensors")
+    call = "decode" if role is Role.VAE_DECODER else "encode"
+    for frames in (1, 6):
+        prompts = [graph_of(call, frames, backed) for backed in (False, True)]
+        native, engine = (comfy.queue(one, timeout=300) for one in prompts)
+        assert relative_difference(latent_of(engine), latent_of(native)) <= LIMIT
+        (row,) = engine.output("report", "report")[0]["rows"]
+        assert (row["engine"], row["native"]) == (1, 0), row["details"]
+
+
+def graph_of(call: str, frames: int, backed: bool) -> Prompt:
+    """Images that are encoded, and decoded again where that is asked for; one of both by the engine's node."""
+    vae = {name: ["node" if backed and name == call else "loader", 0] for name in ("encode", "decode")}
+    built = {
+        "loader": node("VAELoader", vae_name="tiny_wan_vae.safetensors"),
+        "image": node("TestImage", seed=1, width=56, height=72, batch=frames, channels=3),
+        "encode": node("VAEEncode", pixels=["image", 0], vae=vae["encode"]),
+        "save": node("TestSaveLatent", latent=["encode", 0], name="vae"),
+    }
+    if call == "decode":
+        built["decode"] = node("VAEDecode", samples=["encode", 0], vae=vae["decode"])
+        built["pixels"] = node("TestPixels", image=["decode", 0])
+        built["save"]["inputs"]["latent"] = ["pixels", 0]
+    if backed:
+        built["node"] = node("TRTVAEEngine", vae=["loader", 0], backend="torch", when_missing="use native",
+                             min_size=64, opt_size=64, max_size=64)  # fmt: skip
+        built["report"] = node("TRTReport", after=[call, 0])
+    return built
 
 
 def comfyuis_own_ways_to_decode(native: VAE, handle: EngineHandle) -> None:

@@ -367,7 +367,8 @@ def test_a_controlnet_of_two_branches_gets_a_node_of_its_own(wired: str, nodes: 
 @pytest.mark.parametrize("api", [False, True], ids=["UI", "API"])
 @pytest.mark.parametrize(("file", "taken"), [
     ("sdxl_vae.safetensors", True), ("ae.safetensors", True), ("flux2-vae.safetensors", True), ("swan.pt", True),
-    ("wan_2.1_vae.safetensors", False), ("Wan2.2_VAE.pth", False), ("sub/qwen_image_vae.safetensors", False),
+    ("wan_2.1_vae.safetensors", True), ("Wan2.2_VAE.pth", True), ("sub/qwen_image_vae.safetensors", True),
+    ("qwen_image_2.1_vae.safetensors", False), ("taew2_1.safetensors", False),
     ("hunyuan_video_vae_bf16.safetensors", False), ("audio", False),
 ])  # fmt: skip
 def test_a_vae_that_no_engine_serves_gets_no_wire(file: str, taken: bool, api: bool) -> None:
