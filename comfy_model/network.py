@@ -114,7 +114,7 @@ class NativeNetwork:
 
     @property
     def only_live(self) -> str:
-        """What of it only live weights can serve, in words; ``""`` for nothing."""
+        """Its parts that only live weights can serve, in words; ``""`` without any."""
         return layers_for_live_weights(self.module) or getattr(architecture_of(self.module, self.role), "only_live", "")
 
     @property
