@@ -36,7 +36,7 @@ FILE_MARKS = ()
 """No file of a diffusion model is known by its VAE."""
 
 Kept = tuple[torch.Tensor, ...]
-"""What a layer reads of the chunk before."""
+"""Frames that a layer reads of the chunk before."""
 
 
 @dataclass(frozen=True)
