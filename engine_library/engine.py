@@ -67,7 +67,7 @@ class Engine:
             text = f"{self.folder.name}/{name} cannot be read ({error.strerror})"
             raise Unavailable(Reason.BROKEN_ENGINE, text) from error
         if hashlib.sha256(contents).hexdigest() != expected.sha256:
-            raise Unavailable(Reason.BROKEN_ENGINE, f"{self.folder.name}/{name} is damaged (its hash differs)")
+            raise Unavailable(Reason.BROKEN_ENGINE, f"{self.folder.name}/{name} is damaged (its content changed)")
         return contents
 
     def check_contents(self, check: Check | None = None) -> None:
@@ -79,7 +79,7 @@ class Engine:
             hashes = {name: pool.submit(file_sha256, self.folder / name, check) for name in self.manifest.files}
             for name, expected in self.manifest.files.items():
                 if hashes[name].result() != expected.sha256:
-                    raise Unavailable(Reason.BROKEN_ENGINE, f"{self.folder.name}/{name} is damaged (its hash differs)")
+                    raise Unavailable(Reason.BROKEN_ENGINE, f"{self.folder.name}/{name} is damaged (its content changed)")
 
     def read_parameters(self) -> dict[str, str]:
         """Return the table that ``write_parameters`` kept.

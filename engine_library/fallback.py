@@ -60,11 +60,11 @@ class Reason(str, Enum):
     BUILT_ELSEWHERE = "another machine builds it", _Facts(
         "nothing to do: it is used as soon as it is in the library", a_build_ends_it=True,
     )
-    STALE_ENGINE = "stale engine", _Facts(
+    STALE_ENGINE = "outdated engine", _Facts(
         "build it again: it was made by another version, on another machine or for another GPU",
         state="stale", a_build_ends_it=True, lacks_engine=True,
     )
-    BROKEN_ENGINE = "broken engine", _Facts(
+    BROKEN_ENGINE = "damaged engine", _Facts(
         "build it again: its files are missing or damaged",
         state="broken", a_build_ends_it=True, lacks_engine=True, breaks_engine=True, ends_run=True,
     )
@@ -86,12 +86,12 @@ class Reason(str, Enum):
     SHAPE_OUTSIDE_PROFILE = "size the engine was not built for", _Facts(
         "choose a wider Picture size on the engine node and build again",
     )
-    WEIGHTS_PATCHED = "weights patched", _Facts(
+    WEIGHTS_PATCHED = "weights changed", _Facts(
         "put the LoRA before the engine node and build again, or set 'Engine is for' to any checkpoint and "
         "LoRA, or leave it: the normal model applies it",
     )
-    MODEL_PATCHED = "model patched", _Facts("remove the node that does so if you want the engine")
-    HOOKS = "hooks", _Facts("remove the hooks from the conditioning if you want the engine")
+    MODEL_PATCHED = "changed by another node", _Facts("remove the node that does so if you want the engine")
+    HOOKS = "LoRA tied to a prompt", _Facts("remove the hooks from the prompt if you want the engine")
     NOT_REACHED = "not called through TRT Sampler Patch", _Facts(
         "remove the node that computes the UNet by itself (DeepCache ...) if you want the engine",
         meaning="Same picture as that node makes without engines",

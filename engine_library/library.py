@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 
 Usable = Callable[[Manifest], Fallback | None]
 """Returns why an engine does not run here, by its backend; None means that it runs."""
-NOTHING_FOUND = Fallback(Reason.NO_ENGINE, "none for this model in the library")
+NOTHING_FOUND = Fallback(Reason.NO_ENGINE, "not built yet")
 """Reason for a model without an engine; the log and the panel list damaged engines."""
 
 

@@ -90,7 +90,7 @@ def stream(samplers: Sequence[str], schedulers: Sequence[str]) -> io.Schema:
             ),
             io.Boolean.Input(
                 "steps_as_batch",
-                display_name="steps of neighbouring frames at once",
+                display_name="batch steps (more frames a second, later)",
                 default=False,
                 optional=True,
                 tooltip="More frames a second at two steps and more, with lcm or euler: frames at different steps "

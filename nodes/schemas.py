@@ -33,7 +33,7 @@ def accelerate() -> io.Schema:
         node_id=node_names.ACCELERATE,
         display_name="TRT Accelerate",
         description="Makes a workflow faster: the model and its ControlNets run on compiled engines, with the same "
-        "picture. Wire it behind the model loader and its LoRAs, then press Build engines.",
+        "picture. Wire it behind the model loader and its LoRAs, and run: engines are built meanwhile.",
         search_aliases=SEARCHED_FOR,
         inputs=[
             io.Model.Input("model", tooltip="Behind the loader and its LoRAs."),
@@ -93,8 +93,8 @@ def sampler_patch() -> io.Schema:
     return node_schema(
         node_id=node_names.SAMPLER_PATCH,
         display_name="TRT Sampler Patch",
-        description="Routes the UNet, ControlNet residuals included, into its engine. Every step that the engine "
-        "cannot take runs at normal speed. Wire the model into any sampler.",
+        description="Runs the model on its engine, ControlNets included. Every step that the engine cannot take runs at "
+        "normal speed. Wire the model into any sampler.",
         search_aliases=["tensorrt sampler", "trt model patch"],
         inputs=[
             io.Model.Input("model"),
@@ -152,7 +152,7 @@ def report() -> io.Schema:
                 display_name="measure times",
                 default=True,
                 optional=True,  # prompts from before this input stay valid
-                tooltip="Measure how long each step takes. On a GPU two events per step do it, and nothing waits.",
+                tooltip="Measure how long each step takes; that costs no time.",
             ),
             io.String.Input(
                 "comparison",
@@ -192,7 +192,7 @@ def compare() -> io.Schema:
                 default=0,
                 min=0,
                 max=1000,
-                tooltip="How many times as bright the difference is shown; 0: as bright as no pixel is cut off.",
+                tooltip="How many times as bright the difference is shown; 0 chooses.",
             ),
         ],
         outputs=[
@@ -228,8 +228,7 @@ def _settings() -> list[io.Input]:
             default=0,
             min=0,
             max=MOST["max_images"],
-            tooltip="Largest batch size of the latent image; 0: one image. The engine takes twice as many, because "
-            "ComfyUI runs the positive and the negative prompt together.",
+            tooltip="Largest batch size of the latent image; 0: one image.",
             advanced=True,  # the page names sizes by a preset
         ),
         io.Int.Input(
@@ -239,8 +238,7 @@ def _settings() -> list[io.Input]:
             min=0,
             max=MOST["max_tokens"],
             step=TOKEN_STEP,
-            tooltip=f"Longest prompt in tokens, in steps of {TOKEN_STEP}; 0: three steps. Prompts of unlike lengths "
-            "are padded to a common multiple.",
+            tooltip=f"Longest prompt in tokens, in steps of {TOKEN_STEP}; 0: {3 * TOKEN_STEP}.",
             advanced=True,
         ),
         io.Combo.Input(
@@ -256,7 +254,7 @@ def _settings() -> list[io.Input]:
             display_name="Backend",
             options=[AUTO, *backends()],
             default=AUTO,
-            tooltip="Who builds and runs the engine; auto takes the one that was the fastest on this GPU, "
+            tooltip="Which library builds and runs the engine; auto takes the one that was the fastest on this GPU, "
             "else torch on NVIDIA GPUs and onnxruntime on the CPU, with which it also builds."
             + "".join(f" {name} is {backend.notice}." for name, backend in backends().items() if backend.notice),
             advanced=True,

@@ -41,7 +41,7 @@ MAX_PROMPTS = 64
 
 APART = "{name} did not run side by side with other ControlNets: this ComfyUI handles them in a way that is not known"
 OPENED = "The engine of {name} was opened more than once in a run: ComfyUI closed it in between"
-PLAIN = "Calls of {name} could not be captured as a CUDA graph and run kernel by kernel ({why})"
+PLAIN = "{name} runs slower than it could: its calls could not be recorded ({why})"
 WAITED = "{name} waited for its ControlNets in each step: their results were read before it started"
 REPORT = "The picture is right, only slower. If it stays so, please report it with {versions}."
 

@@ -217,7 +217,7 @@ class EngineHandle(NotCopied):
         """
         network = self.network
         if patcher.hook_patches or patcher.current_hooks or patcher.forced_hooks:
-            return Fallback(Reason.HOOKS, "the conditioning or the model carries weight hooks")
+            return Fallback(Reason.HOOKS, "a prompt or the model brings a LoRA or checkpoint of its own (hooks)")
         if (what := replaced_part(patcher, network.prefix)) is not None:
             return Fallback(Reason.MODEL_PATCHED, what)
         if (fallback := network.other_dtype(patcher) or why_reshaped(patcher)) is not None:

@@ -69,7 +69,7 @@ def _not_compiled(handle: EngineHandle) -> str:
     calls = [call for part in to_build(handle) for call in part.calls]
     architecture = handle.network.architecture()
     words = dict.fromkeys(words_of(architecture, file_sizes(architecture, call)) for call in calls)
-    how = "as a CUDA graph" if handle.network.device.type == "cuda" else "eagerly"
+    already = ": already faster" if handle.network.device.type == "cuda" else ""
     if EVERY_SIZE in words:
-        return f". Not compiled yet: runs {how}; build to have it compiled for {EVERY_SIZE}"
-    return f". Not compiled for {'; '.join(words)}: runs {how}; build to add that" if words else ""
+        return f". Not compiled yet{already}; build for full speed"
+    return f". Not compiled for {'; '.join(words)}{already}; build for full speed" if words else ""

@@ -226,13 +226,12 @@ def _beside(row: CallStats) -> str:
 
 
 def _uncompiled(row: CallStats) -> str:
-    """Return words for calls without a compiled file, and how they ran."""
+    """Return words for calls without a compiled file."""
     if not row.uncompiled:
         return ""
     several = len(row.uncompiled) > 1 or sum(row.uncompiled.values()) < row.engine
     calls = [f"{count} x {call.words}" if several else call.words for call, count in row.uncompiled.items()]
-    how = "as a CUDA graph" if next(iter(row.uncompiled)).ran == "graph" else "eagerly"
-    return f" (not compiled for {'; '.join(calls)}: ran {how})"
+    return f" (not compiled for {'; '.join(calls)}: ran uncompiled)"
 
 
 def _reasons(row: CallStats) -> list[str]:

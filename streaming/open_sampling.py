@@ -338,7 +338,7 @@ def _why_apart(model: ModelPatcher, conds: dict[str, Conditioning]) -> str:
     if not works(Feature.STREAMS):
         return "this ComfyUI samples in a way that is not known"
     if any(sampler_helpers.cond_has_hooks(group) for group in conds.values()) or model.forced_hooks:
-        return "the conditioning or the model carries weight hooks"
+        return "a prompt or the model brings a LoRA or checkpoint of its own (hooks)"
     if model.get_additional_models_with_key("multigpu"):
         return "MultiGPU shares each step among GPUs"
     if model.get_model_object("latent_format").latent_dimensions != 2:

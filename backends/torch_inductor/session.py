@@ -369,13 +369,13 @@ class LiveSession:
 
     def status(self, wanted: Profile, beyond: str = "run at normal speed") -> str:
         start = f"torch {self._precision} on live weights"
-        plainly = "as a CUDA graph" if self.device.type == "cuda" else "eagerly"
         if self.refusal is not None:
-            return f"{start}, {plainly}: {self.refusal}; build it again"
+            return f"{start}, not compiled: {self.refusal}; build it again"
         if not self.engines:
-            more = "; build an engine to have it compiled" if self.backend.cannot_build(self.device) is None else ""
+            already = ": already faster" if self.device.type == "cuda" else ""
+            more = "; build for full speed" if self.backend.cannot_build(self.device) is None else ""
             why = f". The engine that is there is not used: {self.passed_over}" if self.passed_over else ""
-            return f"{start}, {plainly}{more}{why}"
+            return f"{start}, not compiled{already}{more}{why}"
         words = dict.fromkeys(words_of(self._architecture, call) for call in self.compiled)
         size = sum(engine.manifest.bytes for engine in self.engines)
         return f"{start}, compiled for {'; '.join(words)}, {size / 1e6:.0f} MB{'; ' * bool(self.remark)}{self.remark}"

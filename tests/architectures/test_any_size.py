@@ -273,7 +273,7 @@ def test_a_build_orders_what_is_lacking_and_anew_only_what_is_there_or_was_not_o
     assert orders() == [(B, Profile.around([B]), False), (A, Profile.around([A]), False)]
     first = built(net, A)
     assert orders() == [(B, Profile.around([B]), False)]
-    assert "Not compiled for 64x96, 154 tokens: runs eagerly; build to add that" in status(handle)
+    assert "Not compiled for 64x96, 154 tokens; build for full speed" in status(handle)
     second = built(net, B)
     both = {(*TORCH.sizes(engine)[0].items(),) for engine in (first, second)}
     found = orders()

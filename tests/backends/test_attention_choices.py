@@ -89,7 +89,7 @@ def test_who_chooses_int8_attention_gets_it_and_its_name_is_told(
     assert error(reference, exact) > 1e-4, "it is no other attention"
     assert error(sampled(patched, chosen(patched.model, newer, INT8)), reference) <= LIMIT
     assert patched.counts == (0, STEPS)
-    assert detail(patched) == f"model patched: attention by {INT8}"
+    assert detail(patched) == f"changed by another node: attention by {INT8}"
 
 
 def halved(usual: Callable, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -156,7 +156,7 @@ def test_attention_that_nobody_knows_is_natives_and_its_name_is_told(
     assert error(reference, exact) > 1e-4, "it is no other attention"
     assert error(sampled(patched, model), reference) <= LIMIT
     assert patched.counts == (0, STEPS)
-    assert detail(patched) == f"model patched: attention by {name}"
+    assert detail(patched) == f"changed by another node: attention by {name}"
 
 
 def test_a_packs_path_is_no_part_of_the_name() -> None:
@@ -253,7 +253,7 @@ def test_a_preference_that_nobody_knows_is_natives(
     assert error(reference, exact) > 1e-5
     assert error(patched.sample(), reference) <= LIMIT
     assert patched.counts == (0, STEPS)
-    assert detail(patched) == "model patched: its layers prefer the attention test_attention_choices.sol"
+    assert detail(patched) == "changed by another node: its layers prefer the attention test_attention_choices.sol"
 
 
 def with_config(model: Any, function: Callable) -> Any:
@@ -289,7 +289,7 @@ def test_a_loras_other_settings_are_natives_and_named(newer: ModuleType, file: P
     patched = Patched(model, library)
     patched.sample()
     assert patched.counts == (0, STEPS)
-    assert detail(patched) == f"model patched: a LoRA's 'config' changes {part}"
+    assert detail(patched) == f"changed by another node: a LoRA's 'config' changes {part}"
 
 
 def a_call(net: Any) -> dict[str, torch.Tensor]:

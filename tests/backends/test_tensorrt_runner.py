@@ -45,7 +45,7 @@ def test_tensorrt_is_given_the_very_bytes_that_were_checked_and_no_others(tmp_pa
         mapped[-1] ^= 1
     os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
     given.reset_mock()
-    with pytest.raises(Unavailable, match="its hash differs"):
+    with pytest.raises(Unavailable, match="its content changed"):
         trt_runner.deserialise(runtime, "TensorRT-RTX", engine, [])
     given.assert_not_called()
 

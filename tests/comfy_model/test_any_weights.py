@@ -196,7 +196,7 @@ def test_what_is_damaged_is_refused_with_a_sentence(tmp_path: Path) -> None:
     for text, why in (("{}", "takes no weights"), ('{"strange.weight": "x"}', "wants a weight strange.weight"),
                       ("no JSON", "cannot take weights"), ('{"a": 1}', "cannot take weights")):  # fmt: skip
         path.write_text(text + " " * (engine.manifest.files["parameters.json"].bytes - len(text)))
-        for told in ("its hash differs", why):
+        for told in ("its content changed", why):
             handle = handle_of(net, tmp_path)
             assert (handle.session, handle.fallback.reason) == (None, Reason.BROKEN_ENGINE)
             assert told in handle.fallback.detail

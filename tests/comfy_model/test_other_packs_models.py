@@ -48,7 +48,7 @@ def replaced(place: str, by: Callable[[Any], Any] | None = None) -> Any:
     return with_function(CODE[place].__name__, place, by)(torch.nn.Identity())
 
 
-@pytest.mark.fault("another pack replaces ComfyUI's functions", see="normal speed: *model patched*")
+@pytest.mark.fault("another pack replaces ComfyUI's functions", see="normal speed: *changed by another node*")
 @pytest.mark.parametrize("place", CODE)
 def test_code_that_a_pack_replaces_is_natives_until_it_is_put_back(file: Path, library: Library, place: str) -> None:
     reference, patched = natively(file), Patched(load(file), library)

@@ -246,7 +246,7 @@ def test_a_change_of_version_or_weights_builds_anew_and_the_same_does_not(
     assert build(small_network(2), again=True) == third
     assert len(steps) == 8
     (tmp_path / third / "engine.slow").write_bytes(b"")
-    assert build(small_network(2)) == third, "a broken engine is replaced"
+    assert build(small_network(2)) == third, "a damaged engine is replaced"
     assert contents(tmp_path) == sorted([first, second, third])
     assert (tmp_path / third / "engine.slow").read_bytes() == b"slow"
 

@@ -62,7 +62,7 @@ def reason(engine: Engine, gpu: str = "") -> Reason | None:
 
 
 @pytest.mark.fault("the engine that a worker finds is of a fleet with another key",
-                   see="normal speed: *stale engine*; a build replaces it")
+                   see="normal speed: *outdated engine*; a build replaces it")
 def test_workers_with_one_key_accept_each_others_engines_and_those_without_do_not(
     engine: Engine, key: Path, on: Callable[..., None], tmp_path: Path
 ) -> None:
@@ -157,7 +157,7 @@ def test_a_key_counts_from_the_moment_that_only_its_owner_may_read_it(
 
 
 @pytest.mark.fault("somebody without the fleet key changes an engine of the fleet, its manifest or its record",
-                   see="normal speed: *stale engine*")
+                   see="normal speed: *outdated engine*")
 def test_what_the_key_signed_cannot_be_changed_without_it(
     engine: Engine, key: Path, on: Callable[..., None], tmp_path: Path
 ) -> None:
@@ -209,7 +209,7 @@ def test_a_verdict_on_another_workers_engine_is_kept_for_this_one_alone(
 
 
 @pytest.mark.fault("the fleet key is changed after a leak",
-                   see="normal speed: *stale engine*, for engines of other workers")
+                   see="normal speed: *outdated engine*, for engines of other workers")
 def test_what_was_taken_over_by_a_fleet_key_counts_no_more_without_it(
     engine: Engine, key: Path, on: Callable[..., None], tmp_path: Path
 ) -> None:
@@ -258,7 +258,7 @@ def test_an_engine_of_another_gpu_or_torch_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.fault("a compiled file for the CPU comes from a CPU with other instructions",
-                   see="normal speed: *stale engine*")
+                   see="normal speed: *outdated engine*")
 def test_a_file_that_was_compiled_for_another_cpu_is_not_opened(tmp_path: Path) -> None:
     backend, cpu = backends()["torch"], torch.device("cpu")
     manifest = publish_engine(tmp_path, backend="torch", backend_version=backend.version(), device="cpu").manifest

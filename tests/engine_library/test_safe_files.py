@@ -170,7 +170,7 @@ def test_notes_on_nodes_of_any_form_let_the_pack_load(text: str, tmp_path: Path)
     assert not node_records.read_records(tmp_path / node_records.FILE_NAME)
 
 
-@pytest.mark.fault("others may read this machine's key", see="normal speed: *stale engine*, and a warning")
+@pytest.mark.fault("others may read this machine's key", see="normal speed: *outdated engine*, and a warning")
 @pytest.mark.parametrize("mode", [0o644, 0o660, 0o604])
 def test_a_secret_that_others_may_read_proves_nothing(
     mode: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
@@ -203,7 +203,7 @@ def test_another_users_key_is_not_roots(tmp_path: Path, monkeypatch: pytest.Monk
     assert "another user's" in fleet_key.why_refused()
 
 
-@pytest.mark.fault("this machine's key is a link to a file that others know", see="normal speed: *stale engine*")
+@pytest.mark.fault("this machine's key is a link to a file that others know", see="normal speed: *outdated engine*")
 def test_a_secret_is_no_link_to_a_file_that_others_know(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(trust.FOLDER_VARIABLE, str(tmp_path / "own"))
     trust.sign("text")
@@ -272,7 +272,7 @@ def test_what_torch_compiles_is_kept_where_nobody_else_can_write(
 
 
 @pytest.mark.fault("a file is changed through a mapping, with its old size and time, before or after its check",
-                   see="normal speed: *broken engine*; what was checked is what is run")
+                   see="normal speed: *damaged engine*; what was checked is what is run")
 def test_what_is_run_is_made_of_the_very_bytes_that_were_checked(engine: Engine) -> None:
     """Neither its size nor its time tells that a file was changed through a mapping."""
     name = next(iter(engine.manifest.files))
@@ -283,7 +283,7 @@ def test_what_is_run_is_made_of_the_very_bytes_that_were_checked(engine: Engine)
         mapped[-1] ^= 1
     os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
     try:
-        with pytest.raises(Unavailable, match="its hash differs"):
+        with pytest.raises(Unavailable, match="its content changed"):
             engine.read_checked(name)
     finally:
         path.write_bytes(contents)

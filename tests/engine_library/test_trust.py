@@ -82,7 +82,7 @@ def test_a_signature_holds_on_this_machine_only(key_folder: Path) -> None:
 
 
 @pytest.mark.fault("this machine's key is empty or of the wrong length",
-                   see="normal speed: *stale engine*; a build makes a new key")
+                   see="normal speed: *outdated engine*; a build makes a new key")
 @pytest.mark.parametrize("contents", [b"", b"\0" * 31, b"\0" * 33], ids=["empty", "short", "long"])
 def test_a_secret_that_is_none_is_not_used_and_replaced(key_folder: Path, contents: bytes) -> None:
     """Everybody can sign with an empty one."""
@@ -115,7 +115,7 @@ def test_what_was_built_here_serves_and_what_came_from_elsewhere_is_to_be_built_
 
 
 @pytest.mark.fault("a compiled file lies under a name that its backend never writes",
-                   see="normal speed: *broken engine*; it is never opened")
+                   see="normal speed: *damaged engine*; it is never opened")
 @pytest.mark.parametrize("made_here", [True, False])
 @pytest.mark.parametrize(("backend", "name"), [
     ("tensorrt", "engine.data"), ("tensorrt", "plan"), ("tensorrt", "model.onnx"), ("tensorrt_rtx", "engine.data"),
@@ -134,7 +134,7 @@ def test_an_engine_with_a_file_of_a_name_that_its_backend_never_writes_is_broken
     assert (found.backend is None) is (backend != "torch"), "live weights serve without one"
 
 
-@pytest.mark.fault("this machine's key is lost", see="normal speed: *stale engine*; build again")
+@pytest.mark.fault("this machine's key is lost", see="normal speed: *outdated engine*; build again")
 @COMPILES
 def test_an_engine_whose_secret_is_lost_is_told_on_the_node_and_built_anew(tmp_path: Path, key_folder: Path) -> None:
     net, library, steps = small_network(), Library([tmp_path / "library"]), []
@@ -175,7 +175,7 @@ def test_machines_that_share_a_key_folder_trust_each_other(tmp_path: Path, monke
     assert state(tmp_path / "two")[0] == STALE
 
 
-@pytest.mark.fault("an engine was only checked here, by an earlier version", see="normal speed: *stale engine*")
+@pytest.mark.fault("an engine was only checked here, by an earlier version", see="normal speed: *outdated engine*")
 def test_an_engine_that_an_earlier_version_only_checked_is_to_be_built_again(tmp_path: Path) -> None:
     """It may be a stranger's: a forged engine could pass that check."""
     engine = publish_engine(tmp_path)
@@ -183,7 +183,7 @@ def test_an_engine_that_an_earlier_version_only_checked_is_to_be_built_again(tmp
     assert state(tmp_path)[0] == STALE
 
 
-@pytest.mark.fault("a record is copied to another engine, or a manifest is edited", see="normal speed: *stale engine*")
+@pytest.mark.fault("a record is copied to another engine, or a manifest is edited", see="normal speed: *outdated engine*")
 def test_a_record_is_of_one_manifest(tmp_path: Path) -> None:
     mine = publish_engine(tmp_path / "mine")
     foreign = publish_engine(tmp_path / "foreign", b"\x08another", made_here=False)
@@ -231,7 +231,7 @@ def _no_network(real: Callable) -> Callable:
     return stat
 
 
-@pytest.mark.fault("this machine's key is changed while ComfyUI runs", see="normal speed: *stale engine*; build again")
+@pytest.mark.fault("this machine's key is changed while ComfyUI runs", see="normal speed: *outdated engine*; build again")
 @pytest.mark.parametrize("kept", [True, False], ids=["in the library", "in memory"])
 def test_what_a_key_signed_that_was_replaced_counts_no_more(
     kept: bool, tmp_path: Path, key_folder: Path, monkeypatch: pytest.MonkeyPatch
@@ -253,7 +253,7 @@ def _fails(*_: object, **__: object) -> None:
     raise OSError("read-only")
 
 
-@pytest.mark.fault("a signature has other characters than a signature's", see="normal speed: *stale engine*")
+@pytest.mark.fault("a signature has other characters than a signature's", see="normal speed: *outdated engine*")
 @pytest.mark.parametrize("signature", ["\xe4" * 64, "\ud800" * 64, "0" * 63 + "\u0660"],
                          ids=["letters", "halves", "digits"])  # fmt: skip
 def test_a_signature_of_any_characters_is_none(signature: str, tmp_path: Path) -> None:
@@ -329,7 +329,7 @@ def build(network: NativeNetwork, root: Path, steps: list[str]) -> Engine:
 
 
 @pytest.mark.fault("a forged engine carries the true key and true hashes",
-                   see="normal speed: *stale engine*; a build replaces it")
+                   see="normal speed: *outdated engine*; a build replaces it")
 def test_a_forged_engine_with_the_true_key_never_runs_and_is_built_anew(
     network: NativeNetwork, built: Engine, tmp_path: Path
 ) -> None:

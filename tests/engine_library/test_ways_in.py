@@ -205,7 +205,7 @@ def serve(net: NativeNetwork, roots: list[Path], backend: str) -> bool:
 
 @pytest.mark.fault(
     "an engine of another machine is copied, linked or signed into the library, in ten ways",
-    see="normal speed: *stale engine*; it is never opened",
+    see="normal speed: *outdated engine*; it is never opened",
 )
 @pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
 def test_an_engine_from_elsewhere_is_never_opened(

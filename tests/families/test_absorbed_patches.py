@@ -233,7 +233,7 @@ BEHIND = {
 @slow.when("zimage_fun", {"another patch beside it"})
 @pytest.mark.parametrize(("change", "reason", "words"), slow.cases(BEHIND, ()))
 @pytest.mark.fault("a model is sampled with other patches than its engine computes",
-                   see="normal speed: *model patched* or *engine of another model*")
+                   see="normal speed: *changed by another node* or *engine of another model*")
 def test_a_model_with_other_patches_than_at_the_engine_gives_natives_picture_and_a_reason(
     kind: AbsorbedPatch, model: ModelPatcher, patch: ModelPatcher, other: ModelPatcher, tmp_path: Path, caplog: Any,
     change: Change, reason: Reason, words: str,

@@ -54,7 +54,7 @@ def test_a_graph_that_rounds_no_product_embeds_the_guidance_that_native_embeds(d
 
 
 @pytest.mark.fault("a LoRA gives a layer more inputs (Flux.1 Canny, Depth)",
-                   see="normal speed: *weights patched*, with the layer's name")
+                   see="normal speed: *weights changed*, with the layer's name")
 @pytest.mark.parametrize("place", ["before", "behind"])
 def test_a_lora_that_widens_a_layer_runs_native_with_the_reason(
     models: dict[str, Path], tmp_path: Path, place: str

@@ -48,7 +48,7 @@ test("what the server says is read in Chinese, names and figures as they are", (
     assert.equal(said(report), report);
     setLanguage("zh");
     const read = [report, "Accelerated: 3 of 3 models, about 2.3x faster than without", "canny: 4 on torch, 8.9 ms each, 2 at normal speed, 40 ms each (no engine)",
-        "up to 4 images, 64 to 512 px, 616 tokens", "timing the normal model, 30 %", "stale engine: x was moved. Same picture, normal speed; "
+        "up to 4 images, 64 to 512 px, 616 tokens", "timing the normal model, 30 %", "outdated engine: x was moved. Same picture, normal speed; "
         + "build it again: it was made by another version, on another machine or for another GPU."].map(said);
     setLanguage("en");
     assert.deepEqual(read.slice(0, 5), ["已加速 2 个模型，共 3 个，11 次调用中有 9 次；约 4.6 s 按原速运行。 → 构建 1 个缺少的引擎", "已加速 3 个模型，共 3 个，速度约为不用引擎时的 2.3 倍",
@@ -82,10 +82,10 @@ test("a size that was not compiled for is told before the run and after it, with
     const engine = { ...ENGINE, backend: "torch", profile: "1024x1024, 77 tokens" };
     const ran = { engine: 8, native: 0, backend: "torch", reasons: [], uncompiled: [{ size: "832x1216, 154 tokens", graph: true, count: 8 }] };
     const after = describe({ state: "ready", engine, run: ran });
-    assert.ok(after.lines.includes("Not compiled for 832x1216, 154 tokens: 8 calls ran as a CUDA graph"));
+    assert.ok(after.lines.includes("Not compiled for 832x1216, 154 tokens: 8 calls ran uncompiled, and already faster"));
     assert.deepEqual([after.tone, after.badge, after.offer], ["warn", "not compiled", "Build for 832x1216, 154 tokens"]);
     const before = describe({ state: "ready", any_size: true, engine, run: null, uncompiled: { width: 832, height: 1216, images: 2 } });
-    assert.equal(before.lines[0], "Not compiled for 832×1216, 2 images: it runs as a CUDA graph until that is built.");
+    assert.equal(before.lines[0], "Not compiled for 832×1216, 2 images: already faster; build for full speed.");
     assert.deepEqual([before.tone, before.offer], ["warn", "Build for 832×1216, 2 images"]);
     const fine = describe({ state: "ready", engine, run: { ...ran, uncompiled: [] } });
     assert.deepEqual([fine.tone, fine.badge, fine.offer], ["good", "", ""]);
@@ -151,7 +151,7 @@ test("a model and the two networks of its VAE have lines of their own, known or 
     const own = ["sd: No engine", "VAE decode: sd: No engine", "VAE encode: sd: No engine"];
     assert.deepEqual(lines(of("model"), of("vae"), of("vae:encode")), own);
     assert.deepEqual(lines(of("model"), of("vae", "VAE decode: sd.safetensors"), of("vae:encode", "VAE encode: sd.safetensors")), own);
-    assert.deepEqual(lines(of("model", ""), of("vae", "")), ["UNet: No engine", "VAE decode: No engine"]);
+    assert.deepEqual(lines(of("model", ""), of("vae", "")), ["Model: No engine", "VAE decode: No engine"]);
 });
 
 test("a refused prompt is told by its first node's error", () => {

@@ -70,12 +70,12 @@ def flip_a_byte(path: Path) -> None:
 
 
 DAMAGE: dict[str, tuple[Callable[[Path], object], str, str]] = {
-    "engine_file_missing": (lambda f: (f / "model.onnx").unlink(), "broken engine", "missing"),
+    "engine_file_missing": (lambda f: (f / "model.onnx").unlink(), "damaged engine", "missing"),
     "engine_file_truncated": (
-        lambda f: (f / "model.onnx").open("r+b").truncate(5000), "broken engine", "5000 bytes"),
-    "engine_file_flipped": (lambda f: flip_a_byte(f / "model.onnx"), "broken engine", "damaged"),
+        lambda f: (f / "model.onnx").open("r+b").truncate(5000), "damaged engine", "5000 bytes"),
+    "engine_file_flipped": (lambda f: flip_a_byte(f / "model.onnx"), "damaged engine", "damaged"),
     "manifest_of_another_version": (
-        lambda f: edit(f / "manifest.json", as_another_version), "stale engine", "export format 0"),
+        lambda f: edit(f / "manifest.json", as_another_version), "outdated engine", "export format 0"),
     "manifest_edited": (
         lambda f: edit(f / "manifest.json", lambda d: d["identity"].update(precision="float16")), "no engine",
         "changed after the build"),
@@ -83,7 +83,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str, str]] = {
 
 
 @pytest.mark.fault("a file of an engine is missing, cut short or changed, or its manifest is of another version",
-                   see="normal speed: *broken engine*, *stale engine* or *no engine*")
+                   see="normal speed: *damaged engine*, *outdated engine* or *no engine*")
 @pytest.mark.parametrize(("damage", "reason", "word"), DAMAGE.values(), ids=DAMAGE)
 def test_a_damaged_engine_means_natives_image_and_a_reason(
     sd15: ComfyProcess, library: Path, damage: Callable[[Path], object], reason: str, word: str
@@ -96,14 +96,14 @@ def test_a_damaged_engine_means_natives_image_and_a_reason(
     assert result.unet == {"engine": 0, "native": 4, "reasons": {reason: 4}}
     told = result.report["rows"][0]["details"][reason]
     if word not in told:  # whose engine it is cannot be read: no node is told, and the panel is
-        assert told == "no engine: none for this model in the library"
+        assert told == "no engine: not built yet"
         listed = sd15.get("/hybrid_trt/engines")["engines"]
         told = next(engine["reason"] for engine in listed if engine["state"] == "broken")
     assert word in told
     assert snapshot(library) == before
 
 
-@pytest.mark.fault("an engine's file is emptied between two prompts", see="normal speed: *broken engine*")
+@pytest.mark.fault("an engine's file is emptied between two prompts", see="normal speed: *damaged engine*")
 def test_an_engine_damaged_while_in_use_is_noticed_at_the_next_prompt(sd15: ComfyProcess, library: Path) -> None:
     folder = unets_engine(library)
     native_latent(sd15, UNET_ONLY.but(seed=42))  # beforehand, so that no other prompt comes between the two
@@ -113,7 +113,7 @@ def test_an_engine_damaged_while_in_use_is_noticed_at_the_next_prompt(sd15: Comf
     second = compare(sd15, UNET_ONLY.but(seed=42))
     assert second.error == 0
     assert "unet_engine" in second.history.cached, "the engine node had no reason to run again"
-    assert second.unet["reasons"] == {"broken engine": 4}
+    assert second.unet["reasons"] == {"damaged engine": 4}
 
 
 @pytest.mark.parametrize(("scenario", "lost", "words"), [

@@ -127,7 +127,7 @@ def test_a_report_counts_its_own_iteration_inside_a_loop_and_all_behind_it(
     with CurrentNodeContext("loop", report):
         rows, found = _rows_before(counted, report)
     assert (sum(len(row.calls) for row in rows), found) == (calls, copies)
-    assert sum(row.engine for row in rows) == sum(row.reasons["hooks"] for row in rows) == calls // 2
+    assert sum(row.engine for row in rows) == sum(row.reasons["LoRA tied to a prompt"] for row in rows) == calls // 2
 
 
 def test_the_plot_of_a_report_inside_a_loop_is_drawn_where_it_goes_somewhere(

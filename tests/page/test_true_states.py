@@ -125,7 +125,7 @@ def test_what_the_next_run_does_for_a_picture_that_does_not_fit_is_what_it_then_
     said = raw.evaluate(SAID, report)
     assert said["title"].startswith("Last run: accelerated 3 of 3 models")
     assert said["now"] == "Now: 3 engines ready"
-    assert raw.evaluate(SAID, patch)["title"] == "UNet accelerated"
+    assert raw.evaluate(SAID, patch)["title"] == "Model accelerated"
     raw.evaluate(DELETE_ALL)
     raw.wait_for_function(f"id => ({SAID})(id).now === 'Now: 3 of 3 engines are missing'", arg=report)
     page.shot("deleted")

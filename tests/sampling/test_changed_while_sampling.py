@@ -61,7 +61,7 @@ def cases() -> Iterator[Any]:
 
 
 @pytest.mark.fault("another pack changes a network, its blocks or ComfyUI's functions while it is sampled",
-                   see="normal speed in these calls: *model patched*")
+                   see="normal speed in these calls: *changed by another node*")
 @pytest.mark.parametrize(("family", "change", "place"), cases())
 def test_what_a_pack_changes_in_a_sampling_acts_as_in_native_and_is_forgotten_with_it(
     models: dict[str, Path], tmp_path: Path, family: str, change: str, place: str
@@ -209,7 +209,7 @@ CASTS = {
 }  # fmt: skip
 
 
-@pytest.mark.fault("another pack replaces how ComfyUI casts weights", see="normal speed: *model patched*")
+@pytest.mark.fault("another pack replaces how ComfyUI casts weights", see="normal speed: *changed by another node*")
 @pytest.mark.parametrize("cast", CASTS)
 def test_casts_that_a_pack_replaces_act_as_in_native(models: dict[str, Path], tmp_path: Path, cast: str) -> None:
     if "Context" in cast and not hasattr(comfy.ops, "CastBiasWeightContext"):

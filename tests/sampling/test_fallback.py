@@ -29,12 +29,12 @@ LORA = ("LoraLoaderModelOnly", {"lora_name": "tiny_sd15_lora.safetensors", "stre
 BUILD = {"when_missing": "build now"}
 ON_ENGINE = {"engine": 2, "native": 0, "reasons": {}}
 
-@pytest.mark.fault("a LoRA stands behind the engine", see="normal speed: *weights patched*")
+@pytest.mark.fault("a LoRA stands behind the engine", see="normal speed: *weights changed*")
 def test_a_lora_after_the_sampler_patch_acts_as_in_native(sd15: ComfyProcess) -> None:
     scenario = ENGINES.but(patches=(LORA,))
     result = compare(sd15, scenario)
     assert 0 < result.error <= LIMIT, "ControlNets stay on engines"
-    assert result.unet == {"engine": 0, "native": 2, "reasons": {"weights patched": 2}}
+    assert result.unet == {"engine": 0, "native": 2, "reasons": {"weights changed": 2}}
     assert all(row["native"] == 0 and row["engine"] == 2 for row in result.controlnets.values())
     assert relative_difference(native_latent(sd15, ENGINES), native_latent(sd15, scenario)) > 1e-3, "it acts"
 
@@ -60,7 +60,7 @@ def test_a_lora_hooked_to_the_prompt_acts_as_in_native_and_is_gone_with_its_prom
     native = latent_of(sd15.queue(hooked(prompt(PLAIN, engines=False, name="hooked"))))
     history = sd15.queue(hooked(prompt(PLAIN, engines=True, name="hooked")))
     assert relative_difference(latent_of(history), native) == 0
-    assert unet_row(history) == {"engine": 0, "native": 4, "reasons": {"hooks": 4}}
+    assert unet_row(history) == {"engine": 0, "native": 4, "reasons": {"LoRA tied to a prompt": 4}}
     assert relative_difference(native, unhooked) > 0.1
     history = sd15.queue(prompt(PLAIN, engines=True, name="plain"))  # ComfyUI keeps the patched model from before
     assert 0 < relative_difference(latent_of(history), unhooked) <= LIMIT
@@ -90,7 +90,7 @@ def test_hooks_in_a_native_run_do_not_part_a_model_from_its_engine(sd15: ComfyPr
 def test_perturbed_attention_guidance_mixes_engine_and_native_calls(sd15: ComfyProcess) -> None:
     result = compare(sd15, ENGINES.but(patches=(("PerturbedAttentionGuidance", {"scale": 3.0}),)))
     assert result.error <= LIMIT
-    assert result.unet == {"engine": 2, "native": 2, "reasons": {"model patched": 2}}
+    assert result.unet == {"engine": 2, "native": 2, "reasons": {"changed by another node": 2}}
 
 
 def test_easycache_after_the_sampler_patch_still_caches(sd15: ComfyProcess) -> None:

@@ -147,7 +147,7 @@ def test_a_lora_between_the_engine_node_and_the_patch_is_not_lost_when_an_engine
         with sampling_node():
             assert error(sample(model), reference) <= LIMIT
         assert (handle.stats.engine, handle.stats.native) == counts
-    assert handle.stats.reasons == {"weights patched": STEPS}
+    assert handle.stats.reasons == {"weights changed": STEPS}
 
 
 # Engines that come and go between the node and the run

@@ -67,7 +67,7 @@ def same(pictures: list[torch.Tensor], others: list[torch.Tensor]) -> bool:
 
 
 @pytest.mark.fault("another pack patches a ControlNet's own weights behind its engine node",
-                   see="normal speed: *weights patched* or *model patched*; live weights follow a LoRA")
+                   see="normal speed: *weights changed* or *changed by another node*; live weights follow a LoRA")
 @slow.when("torch", but=["a clone", "in place", "object"])
 @BACKENDS
 @pytest.mark.parametrize("way", slow.cases(
@@ -271,7 +271,7 @@ VAE_WAYS = (vae_clone, vae_copy, vae_deep_copy, vae_in_place, vae_gone)
 
 
 @pytest.mark.fault("another pack patches a VAE's weights behind its engine node",
-                   see="normal speed: *weights patched* or *model patched*")
+                   see="normal speed: *weights changed* or *changed by another node*")
 @pytest.mark.parametrize(("way", "change"), [
     *((way, PATCH) for way in VAE_WAYS), *((way, LAYER) for way in (vae_clone, vae_in_place)),
     *((way, INJECTION) for way in (vae_copy, vae_in_place))])

@@ -201,7 +201,7 @@ def test_each_network_is_one_line_without_a_path(path: str) -> None:
     text = report_text(two("ee", (Reason.BROKEN_ENGINE, f"{path} is damaged")))
     assert text.splitlines()[1] == "a: 2 on onnxruntime"
     assert text.splitlines()[2] == (
-        "net_0: 4 at normal speed, 100 ms each (broken engine: b.onnx is damaged), first 2.0 s")
+        "net_0: 4 at normal speed, 100 ms each (damaged engine: b.onnx is damaged), first 2.0 s")
     assert without_paths("width 768/8 px and/or 3/4") == "width 768/8 px and/or 3/4"
 
 

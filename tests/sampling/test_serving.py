@@ -164,7 +164,7 @@ def test_an_engine_that_was_built_again_serves_in_the_place_of_the_open_one(tmp_
         open_one.unload()  # evicted; it was "broken" after this
 
 
-@pytest.mark.fault("an engine is deleted while a prompt uses it", see="normal speed: *broken engine*")
+@pytest.mark.fault("an engine is deleted while a prompt uses it", see="normal speed: *damaged engine*")
 @pytest.mark.parametrize("when", ["before", "while it is looked at"])
 def test_an_engine_that_is_deleted_while_it_is_used_is_a_fallback(
     when: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -133,7 +133,7 @@ def test_a_gpu_without_an_engine_runs_native_with_a_reason_and_the_others_run_on
     assert both.patched.handle.stats.reasons == {Reason.NO_ENGINE.value: STEPS}
 
 
-@pytest.mark.fault("a LoRA stands behind the engine of several GPUs", see="normal speed on all: *weights patched*")
+@pytest.mark.fault("a LoRA stands behind the engine of several GPUs", see="normal speed on all: *weights changed*")
 @slow.when("torch")
 @pytest.mark.parametrize("backend", ["onnxruntime", "torch"])
 def test_a_lora_behind_the_engine_acts_as_in_native_on_each_gpu(file: Path, library: Library, backend: str) -> None:

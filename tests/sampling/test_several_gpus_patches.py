@@ -210,7 +210,7 @@ def test_what_the_engines_are_not_for_is_natives_on_each_gpu_with_a_reason(
 
 @quickly
 @pytest.mark.fault("Select Model Device has a model on another GPU than its model patch",
-                   see="normal speed: *model patched*; the advice names the GPU of the patch")
+                   see="normal speed: *changed by another node*; the advice names the GPU of the patch")
 @pytest.mark.parametrize("several", [False, True], ids=["alone", "split"])
 def test_a_model_on_another_gpu_than_its_patch_runs_native_with_what_to_do(
     family: Family, tmp_path: Path, several: bool, caplog: pytest.LogCaptureFixture
