@@ -194,7 +194,8 @@ class NativeNetwork:
             able = getattr(architecture, "keeping_tokens", None)
             architecture = None if able is None else able(self.module)
         if architecture is None:
-            raise Unavailable(Reason.UNSUPPORTED_MODEL, f"{self.label} is of a family that has no engines yet ({type(self.module).__name__})")
+            kind = type(self.module).__name__
+            raise Unavailable(Reason.UNSUPPORTED_MODEL, f"{self.label} is of a family that has no engines yet ({kind})")
         if hasattr(architecture, "lacking"):
             settings = self.patcher.model.model_config.unet_config
             if lacking := architecture.lacking(self.module, settings):

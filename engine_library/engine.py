@@ -79,7 +79,8 @@ class Engine:
             hashes = {name: pool.submit(file_sha256, self.folder / name, check) for name in self.manifest.files}
             for name, expected in self.manifest.files.items():
                 if hashes[name].result() != expected.sha256:
-                    raise Unavailable(Reason.BROKEN_ENGINE, f"{self.folder.name}/{name} is damaged (its content changed)")
+                    why = f"{self.folder.name}/{name} is damaged (its content changed)"
+                    raise Unavailable(Reason.BROKEN_ENGINE, why)
 
     def read_parameters(self) -> dict[str, str]:
         """Return the table that ``write_parameters`` kept.

@@ -93,8 +93,8 @@ def sampler_patch() -> io.Schema:
     return node_schema(
         node_id=node_names.SAMPLER_PATCH,
         display_name="TRT Sampler Patch",
-        description="Runs the model on its engine, ControlNets included. Every step that the engine cannot take runs at "
-        "normal speed. Wire the model into any sampler.",
+        description="Runs the model on its engine, ControlNets included. Every step that the engine cannot take "
+        "runs at normal speed. Wire the model into any sampler.",
         search_aliases=["tensorrt sampler", "trt model patch"],
         inputs=[
             io.Model.Input("model"),

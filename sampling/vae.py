@@ -62,8 +62,8 @@ def _memory_used(handle: EngineHandle, native: Callable[[Shape, torch.dtype], in
         specs = architecture.inputs(network.module, network.precision)
         with contextlib.suppress(ShapeMismatch):
             call = bind(specs, {specs[0].name: (1, *shape[1:])})
-            if session.serves(call) is None:
-                return architecture.working_memory(call, dtype)
+            if session.serves(call) is None and (own := getattr(architecture, "working_memory", None)) is not None:
+                return own(call, dtype)
     return native(shape, dtype)
 
 
@@ -86,6 +86,13 @@ class EngineVAEModel(InPlaceOfNative):
     def decode(self, z: torch.Tensor, **options: Any) -> torch.Tensor:
         """Return the pixels of latents, both (images, channels, height, width)."""
         return self._run(Role.VAE_DECODER, self.native.decode, z, options)
+
+    def decode_tiled(self, z: torch.Tensor, **options: Any) -> torch.Tensor:
+        """Return the pixels by ComfyUI's way for VAEs that have tiles of their own."""
+        handle = self.handles.get(Role.VAE_DECODER)
+        if handle is None or not getattr(handle.network.architecture(), "tiles_itself", False):
+            return self.native.decode_tiled(z, **options)
+        return self.decode(z)
 
     def encode(self, x: torch.Tensor, **options: Any) -> torch.Tensor:
         """Return the latents of pixels from -1 to 1."""

@@ -200,7 +200,7 @@ class _Decoder(_InChunks):
     gives = EACH
 
     def __init__(self, vae: torch.nn.Module):
-        half = vae.decoder
+        half, vae.encoder = vae.decoder, torch.nn.Identity()
         super().__init__(half.conv1, [*half.middle, *half.upsamples], half.head)
         self.vae = vae
 
@@ -215,7 +215,7 @@ class _Encoder(_InChunks):
     length = EACH
 
     def __init__(self, vae: torch.nn.Module):
-        half = vae.encoder
+        half, vae.decoder = vae.encoder, torch.nn.Identity()
         super().__init__(half.conv1, [*half.downsamples, *half.middle], half.head)
         self.vae = vae
 

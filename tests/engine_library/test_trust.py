@@ -183,7 +183,8 @@ def test_an_engine_that_an_earlier_version_only_checked_is_to_be_built_again(tmp
     assert state(tmp_path)[0] == STALE
 
 
-@pytest.mark.fault("a record is copied to another engine, or a manifest is edited", see="normal speed: *outdated engine*")
+@pytest.mark.fault("a record is copied to another engine, or a manifest is edited",
+                   see="normal speed: *outdated engine*")
 def test_a_record_is_of_one_manifest(tmp_path: Path) -> None:
     mine = publish_engine(tmp_path / "mine")
     foreign = publish_engine(tmp_path / "foreign", b"\x08another", made_here=False)
@@ -231,7 +232,8 @@ def _no_network(real: Callable) -> Callable:
     return stat
 
 
-@pytest.mark.fault("this machine's key is changed while ComfyUI runs", see="normal speed: *outdated engine*; build again")
+@pytest.mark.fault("this machine's key is changed while ComfyUI runs",
+                   see="normal speed: *outdated engine*; build again")
 @pytest.mark.parametrize("kept", [True, False], ids=["in the library", "in memory"])
 def test_what_a_key_signed_that_was_replaced_counts_no_more(
     kept: bool, tmp_path: Path, key_folder: Path, monkeypatch: pytest.MonkeyPatch

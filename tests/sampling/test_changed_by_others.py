@@ -196,7 +196,8 @@ CHANGES = NATIVES | ANOTHER_NETWORK | WRITTEN
 BACKENDS = pytest.mark.parametrize("backend", ["onnxruntime", "torch"])
 
 
-@pytest.mark.fault("another node changes layers in place (seamless tiles)", see="normal speed: *changed by another node*")
+@pytest.mark.fault("another node changes layers in place (seamless tiles)",
+                   see="normal speed: *changed by another node*")
 @slow.when("torch", but=["seamless tiles", GELU, "a layer with other weights", HEADS])
 @slow.when(HEADS, but=["torch"])
 @BACKENDS

@@ -1,0 +1,150 @@
+"""The decoder of MiniMax H3's VAE: a transformer on tiles of 256 px and clips of 17 frames.
+
+ComfyUI's own code cuts a latent into clips and tiles, and joins what comes out. The transformer's blocks are compiled,
+for any number of tokens: all tiles of videos from 256 px on have the same. Pictures are encoded natively.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from comfy.ldm.minimax.vae import MiniMaxH3VideoVAE, TransformerBlock, ViT3DDecoder
+
+from .. import Role
+from ..blocks import in_blocks
+from ..calls import Binding, EngineCall, refuse_all_but
+from ..shapes import Dim, Picture, Profile, Range, RequestedSizes, Sizes, Symbol, TensorSpec
+from ..sizes import BATCH, EACH, FRAMES, LATENT, LatentSizes
+from ..token_layers import normed
+from ..user_attention import computed
+
+PIXELS = 2 * LATENT
+FIRST, CLIP = (2, 5), (5, 17)
+"""Latent frames and frames: of the shortest video, and of each more of its clips."""
+
+FILE_MARKS = ()
+"""No file of a diffusion model is known by its VAE."""
+
+
+@dataclass(frozen=True)
+class MiniMaxDecoder(LatentSizes):
+    """Latents of a still or video -> pixels from -1 to 1, in float32, both (batch, channels, frames, height, width)."""
+
+    name = "minimax_h3_vae_decoder"
+    role = Role.VAE_DECODER
+    per_step = False
+    usual_batch = 1
+    arguments = ("images",)
+    pixels = PIXELS
+    only_live = "tiles of its own"
+    tiles_itself = True
+    free: ClassVar[Mapping[str, Range]] = {
+        "B": Range(1, 1, 1), "F": Range(1, 7, 1 << 12), "H": Range(1, 16, 1 << 10), "W": Range(1, 16, 1 << 10)}
+    named: ClassVar[Mapping[str, Symbol]] = {**LatentSizes.named, "F": Symbol("latent frames")}
+    traced: ClassVar[Mapping[str, int]] = {"B": 1, "F": 2, "H": 3, "W": 4}
+    compared: ClassVar[tuple] = ({"B": 1, "F": 1, "H": 16, "W": 16},)
+
+    def matches(self, module: torch.nn.Module) -> bool:
+        return (
+            type(module) is MiniMaxH3VideoVAE
+            and type(module.decoder) is ViT3DDecoder
+            and all(type(block) is TransformerBlock for block in module.decoder.transformer_blocks)
+        )
+
+    def inputs(self, module: MiniMaxH3VideoVAE, dtype: str) -> list[TensorSpec]:
+        channels = module.decoder.x_embedder.in_features
+        return [TensorSpec("images", dtype, (BATCH, channels, FRAMES, Dim("H"), Dim("W")))]
+
+    def outputs(self, module: MiniMaxH3VideoVAE, dtype: str) -> list[TensorSpec]:
+        """See ``Architecture``; there are fewer frames, because clips overlap."""
+        sides = (Dim("H", up=PIXELS), Dim("W", up=PIXELS))
+        return [TensorSpec("result", "float32", (BATCH, module.decoder.out_channels, Dim("F", up=EACH), *sides))]
+
+    def function(self, module: MiniMaxH3VideoVAE) -> torch.nn.Module:
+        return _Decoder(module)
+
+    def binding(self, module: MiniMaxH3VideoVAE) -> Binding:
+        return _bind
+
+    def _ranges(self, asked: RequestedSizes) -> dict[str, Range]:
+        own = super()._ranges(asked)
+        return {"B": Range(1, 1, 1), "F": self.free["F"], "H": own["H"], "W": own["W"]}
+
+    def _of_picture(self, picture: Picture) -> dict[str, int]:
+        clips = (picture.length - FIRST[1]) // CLIP[1]
+        frames = 1 if picture.length == 1 else max(0, clips) * CLIP[0] + FIRST[0]
+        return {**super()._of_picture(picture), "F": frames}
+
+    def _batches(self, picture: Picture) -> tuple[int, ...]:
+        """See ``NetworkSizes``: one call, whatever the batch."""
+        return (1,)
+
+    def words(self, profile: Profile) -> str:
+        """See ``Architecture``: ``256 to 1024 px``."""
+        return super().words(profile.only("HW"))
+
+    def call_words(self, call: Mapping[str, int]) -> str:
+        """See ``Architecture``: ``832x480, 37 latent frames``."""
+        frames = [f"{call['F']} latent frames"] if call.get("F", 1) > 1 else []
+        return ", ".join([*self._picture_words(call), *frames])
+
+
+def _bind(call: Mapping[str, Any]) -> EngineCall:
+    images = call["images"]
+    refuse_all_but(call, {"images"})
+    return EngineCall({"images": images}, partial(_finished, images.device))
+
+
+def _finished(device: torch.device, outputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    return outputs["result"].to(device)
+
+
+class _Decoder(torch.nn.Module):
+    def __init__(self, vae: MiniMaxH3VideoVAE):
+        super().__init__()
+        vae.encoder = vae.quant_conv = torch.nn.Identity()
+        self.vae = vae
+        self.blocks = in_blocks(vae.decoder.transformer_blocks, _block)
+
+    def forward(self, images: torch.Tensor) -> tuple[torch.Tensor]:
+        return (self.vae.decode(images),)
+
+
+def _block(block: TransformerBlock, x: torch.Tensor, turns: torch.Tensor) -> torch.Tensor:
+    """Compute native's block.
+
+    Args:
+        turns: rotations of some features of each token, (batch, tokens, 1, features / 2, 2, 2).
+    """
+    attn, ff = block.attn, block.ff
+    qkv = attn.to_qkv(normed(x, block.norm1.weight.float(), block.norm1.eps).to(x.dtype))
+    q, k, v = qkv.unflatten(-1, (attn.heads, -1)).chunk(3, -1)
+    q, k = (_turned(normed(t, 1.0, norm.eps).to(t.dtype), turns) for t, norm in ((q, attn.norm_q), (k, attn.norm_k)))
+    found = torch.nan_to_num(computed(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)), 0.0)
+    x = torch.addcmul(x, attn.to_out(found), block.scale1)
+    gate, h = ff.w1(normed(x, block.norm2.weight.float(), block.norm2.eps).to(x.dtype)).chunk(2, -1)
+    return torch.addcmul(x, ff.w2(F.silu(gate) * h), block.scale2)
+
+
+def _turned(x: torch.Tensor, turns: torch.Tensor) -> torch.Tensor:
+    """Turn pairs of features that lie half of the turned ones apart; the others stay."""
+    half = turns.shape[-3]
+    one, other, rest = x.split((half, half, x.shape[-1] - 2 * half), -1)
+    one, other, turns = one.float(), other.float(), turns.float()
+    first = one * turns[..., 0, 0] + other * turns[..., 0, 1]
+    second = one * turns[..., 1, 0] + other * turns[..., 1, 1]
+    return torch.cat([first.to(x.dtype), second.to(x.dtype), rest], -1)
+
+
+NEEDS = (
+    "comfy.ldm.minimax.vae:MiniMaxH3VideoVAE.decode(self, z, **)",
+    "comfy.ldm.minimax.vae:TransformerBlock.forward(self, x, rotary_pos_emb)",
+    "comfy.ldm.minimax.vae:ViT3DDecoder.forward(self, x)",
+)
+
+ARCHITECTURES = (MiniMaxDecoder(Sizes("VAE", 64, 1024, 1536)),)
