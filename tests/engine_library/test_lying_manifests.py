@@ -79,7 +79,7 @@ def test_an_engine_with_a_lie_is_broken_serves_nobody_and_can_be_removed(
     assert (entry.state, entry.engine) == (BROKEN, None)
     json.dumps(entry.to_json(), allow_nan=False)
     assert verify(entry).reason is Reason.BROKEN_ENGINE
-    with pytest.raises(Unavailable, match="no engine: none for this model") as told:
+    with pytest.raises(Unavailable, match="no engine: not built yet") as told:
         library.find(query_of(engine), lambda _: None)
     assert entry.folder.name not in str(told.value), "the panel tells of damage, not every node"
     delete(entry)

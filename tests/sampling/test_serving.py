@@ -344,10 +344,10 @@ def test_auto_on_cuda_serves_without_an_engine_and_never_hashes_a_checkpoint(
             result = handle.serve(None, lambda given=given: EngineCall(dict(given), dict))[1]["out"]
             assert relative_error(result, native(net, given)[0]) <= 1e-5
         assert handle.fallback is None
-        assert "build an engine" in status(handle)
+        assert "build for full speed" in status(handle)
         assert lacks_engine(handle), "the node offers a build"
         states = node_states.NodeStates(handle.library, BuildQueue())
         states.learn("key", handle)
         told = states.state("key", outlook.NodeRequest("unet", net.label, False, AUTO))
         assert (told["state"], told["any_size"]) == ("none", True)
-        assert "build an engine" in told["text"]
+        assert "build for full speed" in told["text"]
