@@ -32,7 +32,7 @@ SHOWN = 9
 
 @dataclass(frozen=True)
 class Case:
-    """A call of a VAE for a picture or video of a size; ``file`` is of ``models.py``, or names a VAE of Wan."""
+    """A call of a VAE for a picture or video of a size; ``file`` is of ``models.py``, or names a VAE of videos."""
 
     file: str
     call: str
@@ -49,21 +49,25 @@ CASES = {
     "wan_vae_decode_1024": Case("wan21", "decode", 1024, 1024),
     "wan_vae_encode_480_81": Case("wan21", "encode", 832, 480, 81),
     "wan22_vae_decode_704_121": Case("wan22", "decode", 1280, 704, 121),
+    "h3_vae_decode_480_124": Case("h3", "decode", 832, 480, 124),
 }
+VIDEOS = ("wan21", "wan22", "h3")
 
 
 def loaded(case: Case, comfyui: Path, base: Path) -> Any:
     """Return ComfyUI's VAE with random weights."""
     import comfy.sd
     import comfy.utils
+    from comfy.ldm.minimax.vae import MiniMaxH3VideoVAE
     from comfy.ldm.wan import vae as wan21
     from comfy.ldm.wan import vae2_2 as wan22
 
-    if not case.file.startswith("wan"):
+    if case.file not in VIDEOS:
         (path,) = models.make(comfyui, base, [case.file]).values()
         return comfy.sd.VAE(sd=comfy.utils.load_torch_file(str(path)))
     with torch.device("meta"):
-        module = wan21.WanVAE(**WAN21) if case.file == "wan21" else wan22.WanVAE(**WAN22)
+        module = {"wan21": lambda: wan21.WanVAE(**WAN21), "wan22": lambda: wan22.WanVAE(**WAN22),
+                  "h3": MiniMaxH3VideoVAE}[case.file]()  # fmt: skip
     generator, weights = torch.Generator().manual_seed(3), {}
     for name, weight in module.state_dict().items():
         draw = torch.randn(weight.shape, generator=generator)
@@ -74,11 +78,12 @@ def loaded(case: Case, comfyui: Path, base: Path) -> Any:
 
 def given_to(case: Case, vae: Any) -> torch.Tensor:
     """Return random latents, or pixels from -1 to 1."""
-    unit = 16 if case.file == "wan22" else 8
-    video = case.file.startswith("wan")
+    unit = 16 if case.file in ("wan22", "h3") else 8
+    video = case.file in VIDEOS
     sides, frames = (case.height, case.width), [case.frames] if video else []
     if case.call == "decode":
-        sides, frames = tuple(side // unit for side in sides), [(case.frames - 1) // 4 + 1] if video else []
+        latents = (case.frames - 5) // 17 * 5 + 2 if case.file == "h3" else (case.frames - 1) // 4 + 1
+        sides, frames = tuple(side // unit for side in sides), [latents] if video else []
     shape = (1, vae.latent_channels if case.call == "decode" else 3, *frames, *sides)
     given = torch.randn(shape, generator=torch.Generator().manual_seed(5)).to(vae.device, vae.vae_dtype)
     return given.clamp(-1, 1) if case.call == "encode" else given

@@ -31,8 +31,8 @@ COMPUTES = frozenset({"forward", "_forward", "_conv_forward", "forward_comfy_cas
 """Methods by which layers compute."""
 
 _PADDING = "zeros"
-"""Padding of all convolutions of these networks; for seamless tiles other packs set ``circular``. In other layers
-a setting of this name may mean something else."""
+"""Padding of all convolutions of these networks but LTX's, whose convolutions of videos reflect; for seamless tiles
+other packs set ``circular``. In other layers a setting of this name may mean something else."""
 _CONVOLUTIONS = (torch.nn.Conv1d, torch.nn.Conv2d, torch.nn.Conv3d)
 
 _PLAIN = frozenset({bool, int, float, str, type(None), types.FunctionType, types.BuiltinFunctionType})
@@ -196,7 +196,8 @@ def replaced(layer: torch.nn.Module) -> str | None:
     if layer._forward_hooks or layer._forward_pre_hooks:
         return "forward hook of another node"
     padding = layer.__dict__.get("padding_mode", _PADDING)
-    if padding != _PADDING and isinstance(layer, _CONVOLUTIONS):
+    own = padding == "reflect" and isinstance(layer, torch.nn.Conv3d)
+    if padding != _PADDING and isinstance(layer, _CONVOLUTIONS) and not own:
         return f"padding of another node ({padding})"
     return None
 

@@ -110,10 +110,16 @@ class EngineVAEModel(InPlaceOfNative):
         refusal, results = handle.why_not_patched_so(patcher), []
         if self.native.current_weight_patches_uuid is not None and not lies_on_its_model(patcher):
             refusal = refusal or Fallback(Reason.WEIGHTS_PATCHED, "patches of a VAE that is gone are on its weights")
-        for image in images.split(1):
+        for number, image in enumerate(images.split(1)):
+            own = {name: _part_for(number, value) for name, value in options.items()}
             served, result = handle.serve(
-                refusal, lambda image=image: checked_for_nan(handle.bind({"images": image, **options})), patcher, stats)
+                refusal, lambda given={"images": image, **own}: checked_for_nan(handle.bind(given)), patcher, stats)
             if not served:
                 return run_native(lambda: native(images, **options), handle.stats, handle.network.device)
             results.append(result)
         return torch.cat(results) if len(results) > 1 else results[0]
+
+
+def _part_for(number: int, value: Any) -> Any:
+    """Return the part of a call's argument that is for one of its images: a tensor has a row for each."""
+    return value[number : number + 1] if isinstance(value, torch.Tensor) else value

@@ -1,0 +1,199 @@
+"""The decoder of LTX-2's VAE: convolutions over a whole video at once, which is small until its pixels are unfolded.
+
+Native decodes in chunks, with the same result. Files that condition the decoder on a timestep decode natively: they add
+noise. Videos are encoded natively.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from comfy.ldm.lightricks.vae.causal_conv3d import CausalConv3d
+from comfy.ldm.lightricks.vae.causal_video_autoencoder import (
+    DepthToSpaceUpsample,
+    LayerNorm,
+    ResnetBlock3D,
+    UNetMidBlock3D,
+    VideoVAE,
+    unpatchify,
+)
+from comfy.ldm.lightricks.vae.pixel_norm import PixelNorm
+
+from .. import Role
+from ..blocks import in_blocks
+from ..calls import Binding, EngineCall, refuse_all_but
+from ..shapes import Dim, Picture, Profile, Range, RequestedSizes, Sizes, Symbol, TensorSpec
+from ..sizes import BATCH, LATENT, LatentSizes
+
+PIXELS, EACH = 4 * LATENT, 8
+"""Pixels of a latent element along each side, and frames of each latent frame behind the first."""
+BUFFER = "output_buffer"
+"""ComfyUI's tensor for the result, in main memory."""
+
+FILE_MARKS = ()
+"""No file of a diffusion model is known by its VAE."""
+
+
+@dataclass(frozen=True)
+class LTXDecoder(LatentSizes):
+    """Latents of a still or video -> pixels from -1 to 1, both (batch, channels, frames, height, width)."""
+
+    name = "ltx_vae_decoder"
+    role = Role.VAE_DECODER
+    per_step = False
+    usual_batch = 1
+    arguments = ("images",)
+    pixels = PIXELS
+    only_live = "convolutions over all frames at once"
+    free: ClassVar[Mapping[str, Range]] = {
+        "B": Range(1, 1, 1), "L": Range(0, 2, 1 << 10), "H": Range(2, 10, 1 << 9), "W": Range(2, 14, 1 << 9)}
+    named: ClassVar[Mapping[str, Symbol]] = {**LatentSizes.named, "L": Symbol("latent frames behind the first")}
+    traced: ClassVar[Mapping[str, int]] = {"B": 1, "L": 2, "H": 5, "W": 4}
+    compared: ClassVar[tuple] = ({"B": 1, "L": 0, "H": 3, "W": 4},)
+
+    def matches(self, module: torch.nn.Module) -> bool:
+        return type(module) is VideoVAE and not module.timestep_conditioning and _is_known(module.decoder)
+
+    def inputs(self, module: VideoVAE, dtype: str) -> list[TensorSpec]:
+        channels = module.decoder.conv_in.in_channels
+        return [TensorSpec("images", dtype, (BATCH, channels, Dim("L", plus=1), Dim("H"), Dim("W")))]
+
+    def outputs(self, module: VideoVAE, dtype: str) -> list[TensorSpec]:
+        colours = module.decoder.conv_out.out_channels // module.decoder.patch_size**2
+        sides = (Dim("H", up=PIXELS), Dim("W", up=PIXELS))
+        return [TensorSpec("result", dtype, (BATCH, colours, Dim("L", up=EACH, plus=1), *sides))]
+
+    def function(self, module: VideoVAE) -> torch.nn.Module:
+        return _Decoder(module)
+
+    def binding(self, module: VideoVAE) -> Binding:
+        return _bind
+
+    def _ranges(self, asked: RequestedSizes) -> dict[str, Range]:
+        own = super()._ranges(asked)
+        return {"B": Range(1, 1, 1), "L": self.free["L"], "H": own["H"], "W": own["W"]}
+
+    def _of_picture(self, picture: Picture) -> dict[str, int]:
+        return {**super()._of_picture(picture), "L": (picture.length - 1) // EACH}
+
+    def _batches(self, picture: Picture) -> tuple[int, ...]:
+        """See ``NetworkSizes``: one call, whatever the batch."""
+        return (1,)
+
+    def words(self, profile: Profile) -> str:
+        """See ``Architecture``: ``256 to 1024 px``."""
+        return super().words(profile.only("HW"))
+
+    def call_words(self, call: Mapping[str, int]) -> str:
+        """See ``Architecture``: ``1280x704, 16 latent frames``."""
+        frames = [f"{call['L'] + 1} latent frames"] if call.get("L") else []
+        return ", ".join([*self._picture_words(call), *frames])
+
+
+def _is_known(decoder: torch.nn.Module) -> bool:
+    """Tell whether a decoder has layers of known kinds alone, which draw no noise and look at single elements."""
+    layers = list(_layers(decoder))
+    residual = [layer for layer in layers if type(layer) is ResnetBlock3D]
+    return (
+        all(type(layer) in (ResnetBlock3D, DepthToSpaceUpsample) for layer in layers)
+        and not any(layer.inject_noise or layer.timestep_conditioning for layer in residual)
+        and all(type(norm) is PixelNorm for layer in residual for norm in (layer.norm1, layer.norm2))
+        and type(decoder.conv_norm_out) is PixelNorm
+    )
+
+
+def _layers(decoder: torch.nn.Module) -> list[torch.nn.Module]:
+    """Return the layers between the first and the last convolution."""
+    found: list[torch.nn.Module] = []
+    for layer in decoder.up_blocks:
+        found += layer.res_blocks if isinstance(layer, UNetMidBlock3D) else [layer]
+    return found
+
+
+def _bind(call: Mapping[str, Any]) -> EngineCall:
+    images, buffer = call["images"], call.get(BUFFER)
+    refuse_all_but(call, {"images", BUFFER})
+
+    def finish(outputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        result = outputs["result"]
+        return result.to(images.device, images.dtype) if buffer is None else buffer.copy_(result)
+
+    return EngineCall({"images": images}, finish)
+
+
+class _Decoder(torch.nn.Module):
+    def __init__(self, vae: VideoVAE):
+        super().__init__()
+        vae.encoder = torch.nn.Identity()
+        self.vae = vae
+        decoder = vae.decoder
+        self.last = torch.nn.ModuleList([decoder.conv_norm_out, decoder.conv_act, decoder.conv_out])
+        layers = _layers(decoder)
+        for layer in layers:
+            layer._buffers.pop("scale_shift_table", None)  # zeros, for files with timesteps
+        self.blocks = (
+            *in_blocks([decoder.conv_in], _convolved),
+            *in_blocks([layer for layer in layers if isinstance(layer, ResnetBlock3D)], _residual),
+            *in_blocks([layer for layer in layers if isinstance(layer, DepthToSpaceUpsample)], _enlarged),
+            *in_blocks([self.last], _ended),
+        )
+        self._steps = [decoder.conv_in, *layers, self.last]
+
+    def forward(self, images: torch.Tensor) -> tuple[torch.Tensor]:
+        x, decoder = self.vae.per_channel_statistics.un_normalize(images), self.vae.decoder
+        for step in self._steps:
+            x = step(x, decoder.causal)
+        return (unpatchify(x, patch_size_hw=decoder.patch_size, patch_size_t=1),)
+
+
+def _convolved(conv: CausalConv3d, x: torch.Tensor, causal: bool) -> torch.Tensor:
+    """Convolve a video, whose first and last frames are repeated; only the first where it is causal."""
+    more = conv.time_kernel_size - 1
+    front, back = (more, 0) if causal else (more // 2, more // 2)
+    return conv.conv(torch.cat([x[:, :, :1]] * front + [x] + [x[:, :, -1:]] * back, 2))
+
+
+def _residual(block: ResnetBlock3D, x: torch.Tensor, causal: bool) -> torch.Tensor:
+    h = _convolved(block.conv1, block.non_linearity(block.norm1(x)), causal)
+    h = _convolved(block.conv2, block.non_linearity(block.norm2(h)), causal)
+    if isinstance(block.norm3, LayerNorm):
+        x = block.conv_shortcut(block.norm3.norm(x.movedim(1, -1)).movedim(-1, 1))
+    return h + x
+
+
+def _enlarged(layer: DepthToSpaceUpsample, x: torch.Tensor, causal: bool) -> torch.Tensor:
+    """Unfold channels into frames and sides; the first of the new frames has no place."""
+    first = 1 if layer.stride[0] == 2 else 0
+    found = _unfolded(_convolved(layer.conv, x, causal), layer.stride)[:, :, first:]
+    if not layer.residual:
+        return found
+    times = layer.stride[0] * layer.stride[1] * layer.stride[2] // layer.out_channels_reduction_factor
+    return found + _unfolded(x, layer.stride)[:, :, first:].repeat(1, times, 1, 1, 1)
+
+
+def _unfolded(x: torch.Tensor, stride: tuple[int, int, int]) -> torch.Tensor:
+    parts = x.unflatten(1, (-1, *stride)).permute(0, 1, 5, 2, 6, 3, 7, 4)
+    return parts.flatten(2, 3).flatten(3, 4).flatten(4, 5)
+
+
+def _ended(layers: torch.nn.ModuleList, x: torch.Tensor, causal: bool) -> torch.Tensor:
+    norm, activation, conv = layers
+    return _convolved(conv, activation(norm(x)), causal)
+
+
+_PLACE = "comfy.ldm.lightricks.vae.causal_video_autoencoder"
+NEEDS = (
+    "comfy.ldm.lightricks.vae.causal_conv3d:CausalConv3d.forward(self, x, causal)",
+    f"{_PLACE}:DepthToSpaceUpsample.forward(self, x, causal, timestep)",
+    f"{_PLACE}:LayerNorm",
+    f"{_PLACE}:ResnetBlock3D.forward(self, input_tensor, causal, timestep)",
+    f"{_PLACE}:UNetMidBlock3D",
+    f"{_PLACE}:VideoVAE.decode(self, x, output_buffer)",
+    f"{_PLACE}:unpatchify(x, patch_size_hw, patch_size_t)",
+    "comfy.ldm.lightricks.vae.pixel_norm:PixelNorm",
+)
+
+ARCHITECTURES = (LTXDecoder(Sizes("VAE", 64, 1024, 1536)),)

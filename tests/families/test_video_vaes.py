@@ -1,0 +1,160 @@
+"""Decoders of MiniMax H3's and LTX-2's VAEs on engines: one build decodes every still and video as native does."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from comfy.ldm.lightricks.vae.causal_video_autoencoder import VideoVAE
+from comfy.ldm.minimax import vae as minimax
+from comfy.sd import VAE
+from compiling import COMPILES
+from hybrid_trt.architectures import Role
+from hybrid_trt.architectures.shapes import Picture, RequestedSizes
+from hybrid_trt.comfy_model.network import NativeNetwork
+from hybrid_trt.engine_library import Unavailable
+from hybrid_trt.engine_library.engine import relative_error
+from hybrid_trt.sampling.vae import vae_with_engines
+from vaes import as_vae, engine_of
+
+LIMIT = 1e-5
+CPU = torch.device("cpu")
+SIZES = RequestedSizes(64, 64, 64)
+RES, UP = ["res_x", {"num_layers": 1}], ["compress_all", {"residual": True, "multiplier": 2}]
+LTX = {"dims": 3, "in_channels": 3, "out_channels": 3, "latent_channels": 128, "norm_layer": "pixel_norm",
+       "patch_size": 4, "latent_log_var": "uniform", "use_quant_conv": False, "causal_decoder": False,
+       "encoder_base_channels": 8, "decoder_base_channels": 8,
+       "encoder_blocks": [RES, *([f"compress_{of}_res", {"multiplier": 2}] for of in ("space", "time", "all", "all"))],
+       "decoder_blocks": [RES, UP, RES, UP, UP, RES]}  # fmt: skip
+OTHER_LAYERS = [["res_x", 1], ["compress_all", 1], ["res_x_y", 1], ["compress_space", 1], ["compress_time", 1],
+                ["compress_all", 1]]  # fmt: skip
+CALLS = {"h3": ((1, 4, 6), (2, 3, 5), (7, 4, 4), (12, 20, 17), (1, 1, 1), (1, 33, 2), (3, 16, 16)),
+         "ltx": ((1, 4, 6), (2, 3, 5), (3, 2, 2), (1, 12, 14), (3, 10, 16), (2, 13, 9))}  # fmt: skip
+"""Latent frames, height and width. On a CPU torch takes the code for larger pictures from the first of LTX's last three
+on, which is the example's."""
+KINDS = {"h3": 1, "ltx": 8}
+
+
+def tiny(kind: str, monkeypatch: pytest.MonkeyPatch) -> VAE:
+    """ComfyUI's VAE with a tiny network and random weights."""
+    if kind == "ltx":
+        return ltx(LTX)
+    real, decoder = minimax.MiniMaxH3VideoVAE, minimax.ViT3DDecoder
+    with monkeypatch.context() as patch:
+        patch.setattr(minimax, "ViT3DDecoder", lambda **sizes: decoder(**sizes, num_layers=2, heads=2, dim_head=32))
+        patch.setattr(minimax, "MiniMaxH3VideoVAE", lambda: real(ch=32))
+        return VAE(sd=drawn(minimax.MiniMaxH3VideoVAE()), device=CPU, dtype=torch.float32)
+
+
+def ltx(config: Mapping[str, Any]) -> VAE:
+    metadata = {"config": json.dumps({"vae": config})}
+    module = VideoVAE(config=config)
+    if config["decoder_blocks"] is OTHER_LAYERS:  # ComfyUI knows files by names that it lacks
+        module.load_state_dict(drawn(module))
+        return as_vae(module.requires_grad_(False))
+    return VAE(sd=drawn(module), device=CPU, dtype=torch.float32, metadata=metadata)
+
+
+def drawn(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Random weights for a VAE."""
+    generator, found = torch.Generator().manual_seed(3), {}
+    for name, weight in module.state_dict().items():
+        draw = torch.randn(weight.shape, generator=generator)
+        around_one = weight.ndim == 1 and any(part in name for part in ("scale", "norm", "std"))
+        kernel = weight.ndim > 1
+        found[name] = 0.1 * draw + 1 if around_one else draw * weight[0].numel() ** -0.5 if kernel else 0.05 * draw
+    return found
+
+
+def latent(sizes: tuple[int, ...], channels: int, seed: int) -> torch.Tensor:
+    return torch.randn(1, channels, *sizes, generator=torch.Generator().manual_seed(seed))
+
+
+@COMPILES
+@pytest.mark.parametrize("kind", CALLS)
+def test_one_build_decodes_every_still_and_video(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    vae = tiny(kind, monkeypatch)
+    handle = engine_of(vae, Role.VAE_DECODER, tmp_path, "torch", SIZES)
+    backed, plain = vae_with_engines(vae, {Role.VAE_DECODER: handle}), []
+    with torch.inference_mode():  # as in ComfyUI's server
+        for number, sizes in enumerate(CALLS[kind]):
+            given = latent(sizes, vae.latent_channels, number)
+            found, expected = backed.decode(given), vae.decode(given)
+            assert found.dtype == expected.dtype
+            assert relative_error(found, expected) <= LIMIT, sizes
+            (blocks,) = handle.session.active.live._compiled.values()
+            plain.append(blocks.plain)
+        assert (len(blocks.kinds), plain[-1] - plain[-3]) == (KINDS[kind], 0)
+        assert (handle.stats.engine, handle.stats.native) == (len(CALLS[kind]), 0), handle.stats.details
+        several = torch.cat([given, 2 * given])
+        assert relative_error(backed.decode(several), vae.decode(several)) <= LIMIT
+        tiles = {"tile_x": 6, "tile_y": 6, "overlap": 2, "tile_t": 2, "overlap_t": 1}
+        assert relative_error(backed.decode_tiled(given, **tiles), vae.decode_tiled(given, **tiles)) <= LIMIT
+        lack_memory_once(monkeypatch, backed.first_stage_model)
+        assert relative_error(backed.decode(given), vae.decode_tiled(given, **own_tiles(vae))) <= LIMIT
+    assert handle.stats.native == 0, handle.stats.details
+    assert backed.memory_used_decode(given.shape, torch.float32) == vae.memory_used_decode(given.shape, torch.float32)
+
+
+def own_tiles(vae: VAE) -> dict[str, Any]:
+    """The tiles that ComfyUI takes where memory is short, as its code has them."""
+    tile = 256 // vae.spacial_compression_decode()
+    return {"tile_x": tile, "tile_y": tile, "overlap": tile // 4, "overlap_t": 1}
+
+
+def lack_memory_once(monkeypatch: pytest.MonkeyPatch, model: Any) -> None:
+    """Have the next call find no memory."""
+    own, failed = model.decode, []
+
+    def decode(given: torch.Tensor, **more: Any) -> torch.Tensor:
+        if not failed:
+            failed.append(True)
+            raise torch.OutOfMemoryError("no room for the whole video")
+        return own(given, **more)
+
+    monkeypatch.setattr(model, "decode", decode)
+
+
+@pytest.mark.parametrize("changes", [
+    {}, {"causal_decoder": True}, {"spatial_padding_mode": "zeros"}, {"decoder_blocks": OTHER_LAYERS}], ids=str)
+def test_each_decoder_of_ltx_gives_what_native_does(changes: dict[str, Any]) -> None:
+    vae = ltx({**LTX, **changes})
+    network = NativeNetwork.of_vae(vae, Role.VAE_DECODER, "a VAE")
+    given = latent((3, 3, 4), 128, 5)
+    with torch.inference_mode():
+        expected = vae.first_stage_model.decode(given)
+        (found,) = network.architecture().function(ltx({**LTX, **changes}).first_stage_model)(given)
+    assert relative_error(found, expected) <= LIMIT
+
+
+@pytest.mark.parametrize("changes", [
+    {"timestep_conditioning": True},
+    {"decoder_blocks": [["res_x", {"num_layers": 1, "inject_noise": True}], UP, UP, UP]},
+    {"norm_layer": "group_norm", "decoder_base_channels": 32, "encoder_base_channels": 32}],
+    ids=["noise of a timestep", "noise", "norms over all frames"])  # fmt: skip
+def test_decoders_that_draw_noise_or_look_at_all_frames_run_at_normal_speed(changes: dict[str, Any]) -> None:
+    module = VideoVAE(config={**LTX, **changes})
+    with pytest.raises(Unavailable, match="VideoVAE"):
+        NativeNetwork.of_vae(as_vae(module), Role.VAE_DECODER, "a VAE").architecture()
+
+
+@pytest.mark.parametrize(("kind", "pixels", "latents"), [
+    ("h3", 16, {1: 1, 5: 2, 124: 37}), ("ltx", 32, {1: 1, 121: 16})])
+def test_it_says_what_it_decodes_and_encodes_at_normal_speed(
+    kind: str, pixels: int, latents: dict[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    vae = tiny(kind, monkeypatch)
+    network = NativeNetwork.of_vae(vae, Role.VAE_DECODER, "a VAE")
+    architecture = network.architecture()
+    for frames, count in latents.items():
+        picture = Picture(6 * pixels, 5 * pixels, (1,), length=frames)
+        (call,) = architecture.calls(architecture.profile(SIZES), picture)
+        size = f"{6 * pixels}x{5 * pixels}"
+        assert architecture.call_words(call) == size + (f", {count} latent frames" if count > 1 else "")
+    assert network.only_live
+    with pytest.raises(Unavailable, match="family that has no engines yet"):
+        NativeNetwork.of_vae(vae, Role.VAE_ENCODER, "a VAE").architecture()
