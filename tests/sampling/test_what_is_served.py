@@ -305,8 +305,9 @@ VAES = {
     "TAESD": "tiny_sdxl_taesd",
 }
 """Row of the table of VAEs -> the file that is tried."""
-OTHER_VAES = "videos, sound"
-"""The row of those without an engine; ``test_vae.py`` tries one."""
+OTHER_VAES = "other videos, sound"
+"""The row of those without an engine; ``test_vae.py`` tries one, and ``test_video_vaes.py`` those of videos that have
+some on ``torch`` alone."""
 
 
 def through_vae(file: str, engines: bool, tiled: bool, width: int, height: int, batch: int) -> Prompt:
