@@ -119,11 +119,10 @@ class Gate:
             return _refusal(404, "The farm answers GET /ready and POST /render.")
         return await self._render(request)
 
-    async def drain(self) -> None:
-        """Take no more prompts, and return when all have ended."""
+    async def drain(self) -> int:
+        """Take no more prompts, and return how many run."""
         self.draining = True
-        while self.rendering:
-            await asyncio.sleep(0.1)
+        return self.rendering
 
     async def _ready(self) -> Response:
         states = (await asyncio.to_thread(serve.status)).applications[NAME].deployments["Worker"].replica_states

@@ -11,6 +11,7 @@ import signal
 import socket
 import tempfile
 import threading
+import time
 from pathlib import Path
 
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # Ray else reports to its makers
@@ -28,6 +29,8 @@ from .settings import WorkerSettings, threads_each
 
 log = logging.getLogger("farm")
 
+ANSWER = 10.0
+"""Seconds in which the gate answers."""
 STORE = 1 << 30
 """Bytes of shared memory in which Ray passes pictures on."""
 
@@ -117,18 +120,28 @@ def _serve(arguments: argparse.Namespace, token: str, comfyui_arguments: list[st
     farm = application(settings, access.digest(token), workers, gpus)
     failures: list[str] = []
     threading.Thread(target=_run, args=(farm, end, failures), daemon=True).start()
-    end.wait()
+    while not end.wait(1):  # a wait without an end may not see a signal that came to another thread
+        pass
     if failures:
         return f"The farm cannot start: {failures[0]}"
     if NAME not in serve.status().applications:
         return ""
     log.info("The farm ends; prompts that run get %d s. Ctrl+C ends it at once.", arguments.drain)
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
-        serve.get_app_handle(NAME).drain.remote().result(timeout_s=arguments.drain)
-    except TimeoutError:
-        return "Not all prompts ended in time; they are lost."
-    return ""
+    return "" if _drained(arguments.drain) else "Not all prompts ended in time; they are lost."
+
+
+def _drained(patience: float) -> bool:
+    """Have the gate take no more prompts, and tell whether all ended within some seconds."""
+    until = time.monotonic() + patience
+    while (left := until - time.monotonic()) > 0:
+        try:
+            if not serve.get_app_handle(NAME).drain.remote().result(timeout_s=min(left, ANSWER)):
+                return True
+        except TimeoutError:
+            log.warning("The farm's gate did not answer; it is asked again.")
+        time.sleep(0.1)
+    return False
 
 
 def _threads(workers: int) -> str:

@@ -2,24 +2,27 @@
 
 A VAE has two networks, decoder and encoder, in one module. Each is an architecture of its own, and gets an engine only
 where a graph calls it. ComfyUI calls them once per picture, so they are compiled and not captured as CUDA graphs.
+Layers of KL autoencoders are compiled once for each kind, TAESD whole; each for all sizes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from comfy.ldm.models.autoencoder import AutoencoderKL, AutoencodingEngine, DiagonalGaussianRegularizer
-from comfy.ldm.modules.diffusionmodules.model import AttnBlock, Decoder, Encoder
+from comfy.ldm.modules.diffusionmodules.model import AttnBlock, Decoder, Encoder, Upsample
 from comfy.taesd.taesd import TAESD, DecoderFlux2
 
 from .. import Role
+from ..blocks import in_blocks
 from ..calls import Binding, EngineCall, refuse_all_but
-from ..shapes import Dim, Picture, Profile, Range, RequestedSizes, Sizes, TensorSpec
-from ..sizes import BATCH, LATENT, LatentSizes
+from ..shapes import Dim, Sizes, TensorSpec
+from ..sizes import BATCH, LATENT
+from ..vae_sizes import VAESizes
 
 CHANNELS = 3
 FILE_MARKS = ()
@@ -27,8 +30,8 @@ FILE_MARKS = ()
 
 
 @dataclass(frozen=True)
-class AutoencoderSizes(LatentSizes):
-    """Sizes of a single picture without a prompt. ComfyUI's batches are split, so that a call fits every batch.
+class AutoencoderSizes(VAESizes):
+    """Sizes of a still, and the memory that it takes.
 
     Attributes:
         working_values: numbers that a compiled call holds at its peak, for each pixel; from benchmarks/vae.py, with
@@ -41,22 +44,6 @@ class AutoencoderSizes(LatentSizes):
     role: Role
     working_values: int
     pixels: int = LATENT
-
-    per_step = False
-    usual_batch = 1
-    arguments = ("images",)
-
-    def _ranges(self, asked: RequestedSizes) -> dict[str, Range]:
-        own = super()._ranges(asked)
-        return {"B": Range(1, 1, 1), "H": own["H"], "W": own["W"]}
-
-    def words(self, profile: Profile) -> str:
-        """See ``Architecture``: ``256 to 1024 px``."""
-        return super().words(profile.only("HW"))
-
-    def _batches(self, picture: Picture) -> Sequence[int]:
-        """See ``NetworkSizes``: one call, whatever the batch."""
-        return (1,)
 
     def working_memory(self, call: Mapping[str, int], dtype: torch.dtype) -> int:
         """Return the bytes that a compiled call needs besides its weights."""
@@ -74,15 +61,8 @@ class AutoencoderSizes(LatentSizes):
         return TensorSpec(name, dtype, (BATCH, channels, Dim("H", up=pixels), Dim("W", up=pixels)))
 
     def binding(self, module: torch.nn.Module) -> Binding:
-        return _bind
+        return bind_images
 
-    def function(self, module: torch.nn.Module) -> torch.nn.Module:
-        for layer in module.modules():
-            if isinstance(layer, AttnBlock):
-                layer.optimized_attention = attention
-        if self.role is Role.VAE_DECODER:
-            return _Half(module, "decode")
-        return _Half(module, "encode") if getattr(module, "bn", None) is None else _EncoderWithStatistics(module)
 
 
 class KLAutoencoder(AutoencoderSizes):
@@ -99,8 +79,12 @@ class KLAutoencoder(AutoencoderSizes):
             and isinstance(module.decoder.conv_in, torch.nn.Conv2d)
             and type(module.regularization) is DiagonalGaussianRegularizer
             and not module.regularization.sample
+            and not module.decoder.tanh_out
             and _pixels_per_element(module) == self.pixels
         )
+
+    def function(self, module: torch.nn.Module) -> torch.nn.Module:
+        return (_Decoder if self.role is Role.VAE_DECODER else _Encoder)(module)
 
 
 class TinyAutoencoder(AutoencoderSizes):
@@ -108,6 +92,9 @@ class TinyAutoencoder(AutoencoderSizes):
 
     def matches(self, module: torch.nn.Module) -> bool:
         return type(module) is TAESD and (16 if _folds(module) else LATENT) == self.pixels
+
+    def function(self, module: torch.nn.Module) -> torch.nn.Module:
+        return _Tiny(module, self.role)
 
 
 def _pixels_per_element(module: AutoencodingEngine) -> int:
@@ -128,7 +115,8 @@ def _channels(module: torch.nn.Module) -> int:
     return first.in_channels
 
 
-def _bind(call: Mapping[str, Any]) -> EngineCall:
+def bind_images(call: Mapping[str, Any]) -> EngineCall:
+    """Bind a call of a VAE, whose only argument is ``images``."""
     images = call["images"]
     refuse_all_but(call, {"images"})
 
@@ -144,31 +132,115 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor
     return F.scaled_dot_product_attention(*rows).squeeze(1).transpose(1, 2).reshape(q.shape)
 
 
-class _Half(torch.nn.Module):
-    """Decoder or encoder of a VAE."""
+def doubled(images: torch.Tensor) -> torch.Tensor:
+    """Return images, (batch, channels, height, width), with each element repeated along both sides."""
+    if torch.onnx.is_in_onnx_export():  # engines in files have an operation for it
+        return F.interpolate(images, scale_factor=2.0, mode="nearest")
+    batch, channels, height, width = images.shape
+    large = images[:, :, :, None, :, None].expand(-1, -1, -1, 2, -1, 2)
+    return large.reshape(batch, channels, 2 * height, 2 * width)
 
-    def __init__(self, vae: torch.nn.Module, method: str):
+
+class _Decoder(torch.nn.Module):
+    """Latents -> pixels, by the layers of a KL autoencoder."""
+
+    def __init__(self, vae: torch.nn.Module):
+        super().__init__()
+        half, vae.encoder = vae.decoder, torch.nn.Identity()
+        self.vae = vae
+        first = [*filter(None, [getattr(vae, "post_quant_conv", None)]), half.conv_in]
+        self.blocks = _blocks(first, [*_middle(half), *_levels(reversed(half.up))], [half.norm_out, half.conv_out])
+
+    def forward(self, images: torch.Tensor) -> tuple[torch.Tensor]:
+        if getattr(self.vae, "bn", None) is not None:
+            mean, deviation = _statistics(self.vae, images)
+            images = F.pixel_shuffle(images * deviation + mean, 2)
+        return (_in_a_row(self.blocks, images),)
+
+
+class _Encoder(torch.nn.Module):
+    """Pixels -> means of latents, by the layers of a KL autoencoder; deviations are not used."""
+
+    def __init__(self, vae: torch.nn.Module):
+        super().__init__()
+        half, vae.decoder = vae.encoder, torch.nn.Identity()
+        self.vae = vae
+        last = [half.norm_out, half.conv_out, *filter(None, [getattr(vae, "quant_conv", None)])]
+        self.blocks = _blocks([half.conv_in], [*_levels(half.down), *_middle(half)], last)
+
+    def forward(self, images: torch.Tensor) -> tuple[torch.Tensor]:
+        latent = _in_a_row(self.blocks, images).chunk(2, 1)[0]
+        if getattr(self.vae, "bn", None) is not None:
+            mean, deviation = _statistics(self.vae, latent)
+            latent = (F.pixel_unshuffle(latent, 2) - mean) / deviation
+        return (latent,)
+
+
+class _Tiny(torch.nn.Module):
+    """One half of a TAESD, which is a single block."""
+
+    def __init__(self, vae: TAESD, role: Role):
         super().__init__()
         self.vae = vae
-        self.method = method
+        self.decodes = role is Role.VAE_DECODER
+        half = vae.taesd_decoder if self.decodes else vae.taesd_encoder
+        for number, layer in enumerate(half):
+            if isinstance(layer, torch.nn.Upsample):
+                half[number] = _Doubled()
+        self.blocks = in_blocks([half])
 
-    def forward(self, tensor: torch.Tensor) -> tuple[torch.Tensor]:
-        return (getattr(self.vae, self.method)(tensor),)
+    def forward(self, images: torch.Tensor) -> tuple[torch.Tensor]:
+        return ((self.vae.decode if self.decodes else self.vae.encode)(images),)
 
 
-class _EncoderWithStatistics(torch.nn.Module):
-    """Encoder of a VAE with statistics of its latent, written out: the exporter cannot fold and normalise at once."""
+class _Doubled(torch.nn.Module):
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        return doubled(images)
 
-    def __init__(self, vae: AutoencoderKL):
-        super().__init__()
-        self.vae = vae
 
-    def forward(self, tensor: torch.Tensor) -> tuple[torch.Tensor]:
-        vae = self.vae
-        latent, _ = vae.regularization(vae.quant_conv(vae.encoder(tensor)))
-        folded = F.pixel_unshuffle(latent, 2)
-        mean, variance = (t.to(latent.dtype).view(1, -1, 1, 1) for t in (vae.bn.running_mean, vae.bn.running_var))
-        return ((folded - mean) / torch.sqrt(variance + vae.bn_eps),)
+def _middle(half: torch.nn.Module) -> list[torch.nn.Module]:
+    return [half.mid.block_1, half.mid.attn_1, half.mid.block_2]
+
+
+def _levels(levels: Iterable[torch.nn.Module]) -> Iterator[torch.nn.Module]:
+    """Yield the layers of levels of the picture's size, in the order of native's forward."""
+    for level in levels:
+        for number, block in enumerate(level.block):
+            yield block
+            yield from level.attn[number : number + 1]
+        yield from filter(None, (getattr(level, name, None) for name in ("upsample", "downsample")))
+
+
+def _blocks(
+    first: Sequence[torch.nn.Module], layers: Iterable[torch.nn.Module], last: Sequence[torch.nn.Module]
+) -> tuple[torch.nn.Module, ...]:
+    """Return blocks: convolutions that begin, layers, then a norm with the convolutions behind it."""
+    found = [torch.nn.Sequential(*first)]
+    for layer in layers:
+        if isinstance(layer, Upsample):
+            in_blocks([layer], _enlarged)
+        elif isinstance(layer, AttnBlock):
+            layer.optimized_attention = attention
+        found.append(layer)
+    norm, *convs = last
+    return in_blocks([*found, torch.nn.Sequential(norm, torch.nn.SiLU(), *convs)])
+
+
+def _enlarged(layer: Upsample, images: torch.Tensor) -> torch.Tensor:
+    large = doubled(images)
+    return layer.conv(large) if layer.with_conv else large
+
+
+def _in_a_row(blocks: Iterable[torch.nn.Module], images: torch.Tensor) -> torch.Tensor:
+    for block in blocks:
+        images = block(images)
+    return images
+
+
+def _statistics(vae: torch.nn.Module, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return means and deviations of a latent's channels."""
+    mean, variance = (t.to(like.dtype).view(1, -1, 1, 1) for t in (vae.bn.running_mean, vae.bn.running_var))
+    return mean, torch.sqrt(variance + vae.bn_eps)
 
 
 _SIZES = Sizes("VAE", 64, 1024, 1536)
@@ -179,6 +251,7 @@ NEEDS = (
     "comfy.ldm.modules.diffusionmodules.model:AttnBlock",
     "comfy.ldm.modules.diffusionmodules.model:Decoder",
     "comfy.ldm.modules.diffusionmodules.model:Encoder",
+    "comfy.ldm.modules.diffusionmodules.model:Upsample",
     "comfy.taesd.taesd:DecoderFlux2",
     "comfy.taesd.taesd:TAESD",
 )

@@ -25,11 +25,10 @@ from comfy.ldm.lightricks.vae.pixel_norm import PixelNorm
 from .. import Role
 from ..blocks import in_blocks
 from ..calls import Binding, EngineCall, refuse_all_but
-from ..shapes import Dim, Picture, Profile, Range, RequestedSizes, Sizes, Symbol, TensorSpec
-from ..sizes import BATCH, LATENT, LatentSizes
+from ..shapes import Range, Sizes, TensorSpec
+from ..sizes import LATENT
+from ..vae_sizes import VideoVAESizes
 
-PIXELS, EACH = 4 * LATENT, 8
-"""Pixels of a latent element along each side, and frames of each latent frame behind the first."""
 BUFFER = "output_buffer"
 """ComfyUI's tensor for the result, in main memory."""
 
@@ -38,19 +37,16 @@ FILE_MARKS = ()
 
 
 @dataclass(frozen=True)
-class LTXDecoder(LatentSizes):
-    """Latents of a still or video -> pixels from -1 to 1, both (batch, channels, frames, height, width)."""
+class LTXDecoder(VideoVAESizes):
+    """Latents of a still or video -> pixels from -1 to 1."""
 
     name = "ltx_vae_decoder"
     role = Role.VAE_DECODER
-    per_step = False
-    usual_batch = 1
-    arguments = ("images",)
-    pixels = PIXELS
+    pixels = 4 * LATENT
+    each = 8
     only_live = "convolutions over all frames at once"
     free: ClassVar[Mapping[str, Range]] = {
-        "B": Range(1, 1, 1), "L": Range(0, 2, 1 << 10), "H": Range(2, 10, 1 << 9), "W": Range(2, 14, 1 << 9)}
-    named: ClassVar[Mapping[str, Symbol]] = {**LatentSizes.named, "L": Symbol("latent frames behind the first")}
+        **VideoVAESizes.free, "H": Range(2, 10, 1 << 9), "W": Range(2, 14, 1 << 9)}  # repeated edges need two
     traced: ClassVar[Mapping[str, int]] = {"B": 1, "L": 2, "H": 5, "W": 4}
     compared: ClassVar[tuple] = ({"B": 1, "L": 0, "H": 3, "W": 4},)
 
@@ -58,39 +54,17 @@ class LTXDecoder(LatentSizes):
         return type(module) is VideoVAE and not module.timestep_conditioning and _is_known(module.decoder)
 
     def inputs(self, module: VideoVAE, dtype: str) -> list[TensorSpec]:
-        channels = module.decoder.conv_in.in_channels
-        return [TensorSpec("images", dtype, (BATCH, channels, Dim("L", plus=1), Dim("H"), Dim("W")))]
+        return [TensorSpec("images", dtype, self.latents(module.decoder.conv_in.in_channels))]
 
     def outputs(self, module: VideoVAE, dtype: str) -> list[TensorSpec]:
         colours = module.decoder.conv_out.out_channels // module.decoder.patch_size**2
-        sides = (Dim("H", up=PIXELS), Dim("W", up=PIXELS))
-        return [TensorSpec("result", dtype, (BATCH, colours, Dim("L", up=EACH, plus=1), *sides))]
+        return [TensorSpec("result", dtype, self.pictures(colours))]
 
     def function(self, module: VideoVAE) -> torch.nn.Module:
         return _Decoder(module)
 
     def binding(self, module: VideoVAE) -> Binding:
         return _bind
-
-    def _ranges(self, asked: RequestedSizes) -> dict[str, Range]:
-        own = super()._ranges(asked)
-        return {"B": Range(1, 1, 1), "L": self.free["L"], "H": own["H"], "W": own["W"]}
-
-    def _of_picture(self, picture: Picture) -> dict[str, int]:
-        return {**super()._of_picture(picture), "L": (picture.length - 1) // EACH}
-
-    def _batches(self, picture: Picture) -> tuple[int, ...]:
-        """See ``NetworkSizes``: one call, whatever the batch."""
-        return (1,)
-
-    def words(self, profile: Profile) -> str:
-        """See ``Architecture``: ``256 to 1024 px``."""
-        return super().words(profile.only("HW"))
-
-    def call_words(self, call: Mapping[str, int]) -> str:
-        """See ``Architecture``: ``1280x704, 16 latent frames``."""
-        frames = [f"{call['L'] + 1} latent frames"] if call.get("L") else []
-        return ", ".join([*self._picture_words(call), *frames])
 
 
 def _is_known(decoder: torch.nn.Module) -> bool:

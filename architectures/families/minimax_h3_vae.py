@@ -18,12 +18,12 @@ from comfy.ldm.minimax.vae import MiniMaxH3VideoVAE, TransformerBlock, ViT3DDeco
 from .. import Role
 from ..blocks import in_blocks
 from ..calls import Binding, EngineCall, refuse_all_but
-from ..shapes import Dim, Picture, Profile, Range, RequestedSizes, Sizes, Symbol, TensorSpec
-from ..sizes import BATCH, EACH, FRAMES, LATENT, LatentSizes
+from ..shapes import Range, Sizes, TensorSpec
+from ..sizes import LATENT
 from ..token_layers import normed
 from ..user_attention import computed
+from ..vae_sizes import VideoVAESizes
 
-PIXELS = 2 * LATENT
 FIRST, CLIP = (2, 5), (5, 17)
 """Latent frames and frames: of the shortest video, and of each more of its clips."""
 
@@ -32,22 +32,17 @@ FILE_MARKS = ()
 
 
 @dataclass(frozen=True)
-class MiniMaxDecoder(LatentSizes):
-    """Latents of a still or video -> pixels from -1 to 1, in float32, both (batch, channels, frames, height, width)."""
+class MiniMaxDecoder(VideoVAESizes):
+    """Latents of a still or video -> pixels from -1 to 1, in float32."""
 
     name = "minimax_h3_vae_decoder"
     role = Role.VAE_DECODER
-    per_step = False
-    usual_batch = 1
-    arguments = ("images",)
-    pixels = PIXELS
+    pixels = 2 * LATENT
     only_live = "tiles of its own"
     tiles_itself = True
-    free: ClassVar[Mapping[str, Range]] = {
-        "B": Range(1, 1, 1), "F": Range(1, 7, 1 << 12), "H": Range(1, 16, 1 << 10), "W": Range(1, 16, 1 << 10)}
-    named: ClassVar[Mapping[str, Symbol]] = {**LatentSizes.named, "F": Symbol("latent frames")}
-    traced: ClassVar[Mapping[str, int]] = {"B": 1, "F": 2, "H": 3, "W": 4}
-    compared: ClassVar[tuple] = ({"B": 1, "F": 1, "H": 16, "W": 16},)
+    free: ClassVar[Mapping[str, Range]] = {  # a clip of one tile
+        "B": Range(1, 1, 1), "L": Range(0, 6, 1 << 12), "H": Range(1, 16, 1 << 10), "W": Range(1, 16, 1 << 10)}
+    traced: ClassVar[Mapping[str, int]] = {"B": 1, "L": 1, "H": 3, "W": 4}
 
     def matches(self, module: torch.nn.Module) -> bool:
         return (
@@ -57,13 +52,11 @@ class MiniMaxDecoder(LatentSizes):
         )
 
     def inputs(self, module: MiniMaxH3VideoVAE, dtype: str) -> list[TensorSpec]:
-        channels = module.decoder.x_embedder.in_features
-        return [TensorSpec("images", dtype, (BATCH, channels, FRAMES, Dim("H"), Dim("W")))]
+        return [TensorSpec("images", dtype, self.latents(module.decoder.x_embedder.in_features))]
 
     def outputs(self, module: MiniMaxH3VideoVAE, dtype: str) -> list[TensorSpec]:
         """See ``Architecture``; there are fewer frames, because clips overlap."""
-        sides = (Dim("H", up=PIXELS), Dim("W", up=PIXELS))
-        return [TensorSpec("result", "float32", (BATCH, module.decoder.out_channels, Dim("F", up=EACH), *sides))]
+        return [TensorSpec("result", "float32", self.pictures(module.decoder.out_channels))]
 
     def function(self, module: MiniMaxH3VideoVAE) -> torch.nn.Module:
         return _Decoder(module)
@@ -71,27 +64,9 @@ class MiniMaxDecoder(LatentSizes):
     def binding(self, module: MiniMaxH3VideoVAE) -> Binding:
         return _bind
 
-    def _ranges(self, asked: RequestedSizes) -> dict[str, Range]:
-        own = super()._ranges(asked)
-        return {"B": Range(1, 1, 1), "F": self.free["F"], "H": own["H"], "W": own["W"]}
-
-    def _of_picture(self, picture: Picture) -> dict[str, int]:
-        clips = (picture.length - FIRST[1]) // CLIP[1]
-        frames = 1 if picture.length == 1 else max(0, clips) * CLIP[0] + FIRST[0]
-        return {**super()._of_picture(picture), "F": frames}
-
-    def _batches(self, picture: Picture) -> tuple[int, ...]:
-        """See ``NetworkSizes``: one call, whatever the batch."""
-        return (1,)
-
-    def words(self, profile: Profile) -> str:
-        """See ``Architecture``: ``256 to 1024 px``."""
-        return super().words(profile.only("HW"))
-
-    def call_words(self, call: Mapping[str, int]) -> str:
-        """See ``Architecture``: ``832x480, 37 latent frames``."""
-        frames = [f"{call['F']} latent frames"] if call.get("F", 1) > 1 else []
-        return ", ".join([*self._picture_words(call), *frames])
+    def _later(self, frames: int) -> int:
+        clips = (frames - FIRST[1]) // CLIP[1]
+        return 0 if frames == 1 else max(0, clips) * CLIP[0] + FIRST[0] - 1
 
 
 def _bind(call: Mapping[str, Any]) -> EngineCall:

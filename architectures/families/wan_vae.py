@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -21,16 +21,14 @@ from comfy.ldm.wan import vae2_2 as wan22
 
 from .. import Role
 from ..blocks import in_blocks
-from ..calls import Binding, EngineCall, refuse_all_but
-from ..shapes import Dim, Picture, Profile, Range, RequestedSizes, Sizes, Symbol, TensorSpec
-from ..sizes import EACH, LATENT, LatentSizes
-from .autoencoder import AutoencoderSizes, attention
+from ..calls import Binding, EngineCall
+from ..shapes import Sizes, TensorSpec
+from ..sizes import EACH, LATENT
+from ..vae_sizes import VideoVAESizes
+from .autoencoder import attention, bind_images, doubled
 
 KEPT = 2
 """Frames that a causal convolution reads of the chunk before."""
-LATER = Dim("L", plus=1)
-"""Latent frames."""
-FRAMES = Dim("L", up=EACH, plus=1)
 
 FILE_MARKS = ()
 """No file of a diffusion model is known by its VAE."""
@@ -40,61 +38,44 @@ Kept = tuple[torch.Tensor, ...]
 
 
 @dataclass(frozen=True)
-class VideoAutoencoder(AutoencoderSizes):
-    """Decoder or encoder of a video, latent frames behind the first and sides free.
+class WanAutoencoder(VideoVAESizes):
+    """Decoder or encoder of a video.
 
-    ``working_values`` holds for a still; a video takes ``video_values``.
+    Attributes:
+        still_values: numbers that a compiled call holds at its peak, for each pixel; ``video_values`` those for a
+            video.
     """
 
-    only_live = "frames that are computed from frames before them"
-
-    video_values: int = 0
+    name: str
+    role: Role
+    still_values: int
+    video_values: int
+    pixels: int = LATENT
     module: type[torch.nn.Module] = wan21.WanVAE
 
-    free: ClassVar[Mapping[str, Range]] = {
-        "B": Range(1, 1, 1), "L": Range(0, 2, 1 << 10), "H": Range(1, 22, 1 << 10), "W": Range(1, 26, 1 << 10)}
-    named: ClassVar[Mapping[str, Symbol]] = {
-        **LatentSizes.named, "L": Symbol("latent frames behind the first")}
-    traced: ClassVar[Mapping[str, int]] = {"B": 1, "L": 2, "H": 9, "W": 12}
-    compared: ClassVar[Sequence[Mapping[str, int]]] = ({"B": 1, "L": 0, "H": 16, "W": 16},)
+    only_live = "frames that are computed from frames before them"
 
     def matches(self, module: torch.nn.Module) -> bool:
         return type(module) is self.module and not module.attn_scales and _pixels(module) == self.pixels
 
-    def _ranges(self, asked: RequestedSizes) -> dict[str, Range]:
-        return {**super()._ranges(asked), "L": Range(0, 2, self.free["L"].max)}
-
-    def words(self, profile: Profile) -> str:
-        """See ``Architecture``: ``256 to 1024 px``."""
-        return LatentSizes.words(self, profile.only("HW"))
-
-    def _of_picture(self, picture: Picture) -> dict[str, int]:
-        return {**super()._of_picture(picture), "L": (picture.length - 1) // EACH}
-
-    def call_words(self, call: Mapping[str, int]) -> str:
-        """See ``Architecture``: ``832x480, 21 latent frames``."""
-        frames = [f"{call['L'] + 1} latent frames"] if call.get("L") else []
-        return ", ".join([*self._picture_words(call), *frames])
-
     def working_memory(self, call: Mapping[str, int], dtype: torch.dtype) -> int:
         """Return the bytes that a compiled call needs besides its weights."""
-        values = self.video_values if call["L"] else self.working_values
+        values = self.video_values if call["L"] else self.still_values
         return values * self.pixels**2 * call["H"] * call["W"] * dtype.itemsize
 
     def inputs(self, module: torch.nn.Module, dtype: str) -> list[TensorSpec]:
-        """See ``Architecture``: latents, or pixels from -1 to 1, both (batch, channels, frames, height, width)."""
+        """See ``Architecture``: latents, or pixels from -1 to 1."""
         return [self._spec("images", module, dtype, latent=self.role is Role.VAE_DECODER)]
 
     def outputs(self, module: torch.nn.Module, dtype: str) -> list[TensorSpec]:
         return [self._spec("result", module, dtype, latent=self.role is Role.VAE_ENCODER)]
 
     def _spec(self, name: str, module: torch.nn.Module, dtype: str, latent: bool) -> TensorSpec:
-        pixels, frames = (1, LATER) if latent else (self.pixels, FRAMES)
-        channels = module.z_dim if latent else _colours(module, self.role)
-        return TensorSpec(name, dtype, (Dim("B"), channels, frames, Dim("H", up=pixels), Dim("W", up=pixels)))
+        shape = self.latents(module.z_dim) if latent else self.pictures(_colours(module, self.role))
+        return TensorSpec(name, dtype, shape)
 
     def binding(self, module: torch.nn.Module) -> Binding:
-        return _bind_latents if self.role is Role.VAE_DECODER else _bind_pixels
+        return bind_images if self.role is Role.VAE_DECODER else _bind_pixels
 
     def function(self, module: torch.nn.Module) -> torch.nn.Module:
         return (_Decoder if self.role is Role.VAE_DECODER else _Encoder)(module)
@@ -116,23 +97,10 @@ def _colours(module: torch.nn.Module, role: Role) -> int:
     return module.encoder.conv1.in_channels // _patch(module) ** 2
 
 
-def _bind_latents(call: Mapping[str, Any]) -> EngineCall:
-    return _bound(call, call["images"])
-
-
 def _bind_pixels(call: Mapping[str, Any]) -> EngineCall:
     """Leave frames out that make no whole latent frame, as native does."""
     images = call["images"]
-    return _bound(call, images[:, :, : 1 + (images.shape[2] - 1) // EACH * EACH])
-
-
-def _bound(call: Mapping[str, Any], images: torch.Tensor) -> EngineCall:
-    refuse_all_but(call, {"images"})
-
-    def finish(outputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        return outputs["result"].to(images.device, images.dtype)
-
-    return EngineCall({"images": images}, finish)
+    return bind_images({**call, "images": images[:, :, : 1 + (images.shape[2] - 1) // EACH * EACH]})
 
 
 class _InChunks(torch.nn.Module):
@@ -304,10 +272,7 @@ def _enlarged(layer: torch.nn.Module, x: torch.Tensor, kept: Kept, frames: int) 
     if kept:
         x, more = _causal(layer.time_conv, x, kept)
         x, made, frames = x.unflatten(1, (2, -1)).movedim(1, 3).flatten(2, 3), (more,), 2 * frames
-    images = x.movedim(2, 1).flatten(0, 1)
-    count, channels, height, width = images.shape
-    doubled = images[:, :, :, None, :, None].expand(-1, -1, -1, 2, -1, 2)
-    large = layer.resample[1](doubled.reshape(count, channels, 2 * height, 2 * width))
+    large = layer.resample[1](doubled(x.movedim(2, 1).flatten(0, 1)))
     return large.unflatten(0, (-1, frames)).movedim(1, 2), made
 
 
@@ -346,8 +311,8 @@ NEEDS = (
 )
 
 ARCHITECTURES = (
-    VideoAutoencoder(_SIZES, "wan21_vae_decoder", Role.VAE_DECODER, 1500, LATENT, 7000),
-    VideoAutoencoder(_SIZES, "wan21_vae_encoder", Role.VAE_ENCODER, 1000, LATENT, 6000),
-    VideoAutoencoder(_SIZES, "wan22_vae_decoder", Role.VAE_DECODER, 4000, 2 * LATENT, 8000, wan22.WanVAE),
-    VideoAutoencoder(_SIZES, "wan22_vae_encoder", Role.VAE_ENCODER, 2000, 2 * LATENT, 3300, wan22.WanVAE),
+    WanAutoencoder(_SIZES, "wan21_vae_decoder", Role.VAE_DECODER, 1500, 7000),
+    WanAutoencoder(_SIZES, "wan21_vae_encoder", Role.VAE_ENCODER, 1000, 6000),
+    WanAutoencoder(_SIZES, "wan22_vae_decoder", Role.VAE_DECODER, 4000, 8000, 2 * LATENT, wan22.WanVAE),
+    WanAutoencoder(_SIZES, "wan22_vae_encoder", Role.VAE_ENCODER, 2000, 3300, 2 * LATENT, wan22.WanVAE),
 )

@@ -255,7 +255,7 @@ def test_a_farm_that_ends_renders_what_it_has_and_takes_no_more(farm: FarmProces
         running = [threads.submit(farm.ask, "POST", "/render", {"workflow": work(seed, 96, 12)}) for seed in (1, 2, 3)]
         assert until(lambda: farm.ask("GET", "/ready")[1]["rendering"] == 3, 60)
         farm.end()
-        assert until(lambda: farm.ask("GET", "/ready")[0] == 503, 60)
+        assert until(lambda: farm.ask("GET", "/ready")[0] == 503, 60), farm.log.read_text()
         assert farm.ask("POST", "/render", {"workflow": work()})[0] == 503
         assert [one.result()[1][-1]["event"] for one in running] == ["done"] * 3
     assert farm.wait(60) == 0, farm.log.read_text()

@@ -13,7 +13,7 @@ from comfy.utils import load_torch_file
 from fake_recorder import Recorder
 from given_frames import Given, image, prompts, streamed, with_image
 from hybrid_trt.architectures import Role
-from hybrid_trt.architectures.families.autoencoder import AutoencoderSizes
+from hybrid_trt.architectures.vae_sizes import VAESizes
 from hybrid_trt.comfy_model.network import NativeNetwork
 from hybrid_trt.engine_library import Library
 from hybrid_trt.sampling.controlnet import back_with_engine
@@ -33,7 +33,7 @@ def steady_after_two(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(frame_graph, "STEADY", 1)
     monkeypatch.setattr(frame_graph, "STEADY_AGAIN", 1)
     # on a CPU nothing is compiled here, so live weights have to serve VAEs as they serve the other networks
-    monkeypatch.setattr(AutoencoderSizes, "per_step", True)
+    monkeypatch.setattr(VAESizes, "per_step", True)
 
 
 class OnEngines:
