@@ -23,7 +23,8 @@ ROOT: Path = pack.ROOT
 PAGES = [ROOT / f"{name}.md" for name in ("README", "CONTRIBUTING", "CHANGELOG", "SECURITY")]
 PAGES += [ROOT / folder / "README.md" for folder in ("benchmarks", "farm")]
 PAGES += sorted((ROOT / "docs").glob("*.md"))
-HELP = sorted((ROOT / "js" / "docs").glob("*/*.md"))
+HELP = sorted((ROOT / "js" / "docs").rglob("*.md"))
+PAGES += sorted((ROOT / "js" / "docs").glob("*.md"))
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 
 

@@ -13,27 +13,39 @@ from comfy_process import ComfyProcess
 ROOT = Path(__file__).resolve().parents[2]
 NODES = ("TRTAccelerate", "TRTUNetEngine", "TRTControlNetEngine", "TRTVAEEngine", "TRTApplyControlNet",
          "TRTSamplerPatch", "TRTReport", "TRTCompare", "TRTStream", "TRTFrame")
+PICTURED = {"accelerate.png": {"TRTAccelerate"}, "compare.png": {"TRTCompare", "TRTAccelerate"},
+            "wiring.png": {"TRTUNetEngine", "TRTControlNetEngine", "TRTSamplerPatch"}}
+"""Picture -> the nodes of ours in it, as tools/make_screenshots.py draws them."""
+
+
+def help_page(node: str, language: str) -> str:
+    """Return the path of a help page. English has no folder: pictures then resolve here as in ComfyUI's page.
+
+    ComfyUI's page takes it for each language that has no page of its own, too.
+    """
+    return f"js/docs/{node}.md" if language == "en" else f"js/docs/{node}/{language}.md"
 
 
 @pytest.mark.parametrize("language", ["en", "zh"])
 @pytest.mark.parametrize("node", NODES)
 def test_help_pages_are_served(comfy: ComfyProcess, node: str, language: str) -> None:
-    with urllib.request.urlopen(f"{comfy.url}/extensions/hybrid-trt/docs/{node}/{language}.md") as answer:
+    path = help_page(node, language).removeprefix("js/")
+    with urllib.request.urlopen(f"{comfy.url}/extensions/hybrid-trt/{path}") as answer:
         text = answer.read().decode()
     assert text.startswith("# TRT ")
-    steps, picture, _ = text.partition("\n![")
+    steps = text.split("\n\n")[1]
     assert re.findall(r"^(\d)\. ", steps, re.M) == ["1", "2", "3"], "three steps come first"
-    (file,) = re.findall(r"!\[.+?\]\((.+?)\)", text)
-    assert picture
-    # ComfyUI's page looks for pictures of a help page in the folder of all help pages
-    with urllib.request.urlopen(f"{comfy.url}/extensions/hybrid-trt/docs/{file}") as answer:
-        assert answer.headers["Content-Type"] == "image/png"
+    for file in re.findall(r"!\[.+?\]\((.+?)\)", text):
+        assert node in PICTURED[file], "the node is in its picture"
+        # ComfyUI's page looks for pictures of a help page in the folder of all help pages
+        with urllib.request.urlopen(f"{comfy.url}/extensions/hybrid-trt/docs/{file}") as answer:
+            assert answer.headers["Content-Type"] == "image/png"
 
 
 @pytest.mark.parametrize("language", ["en", "zh"])
 @pytest.mark.parametrize("node", NODES)
 def test_help_names_settings_by_the_labels_that_the_node_shows(comfy: ComfyProcess, node: str, language: str) -> None:
-    text = (ROOT / "js" / "docs" / node / f"{language}.md").read_text(encoding="utf-8")
+    text = (ROOT / help_page(node, language)).read_text(encoding="utf-8")
     table = re.search(r"^\| (?:setting|设置) \|.+?\n\n", text + "\n\n", re.M | re.S)
     named = re.findall(r"^\| \*(.+?)\*", table[0], re.M) if table else []
     code = "".join(file.read_text(encoding="utf-8") for file in sorted((ROOT / "js" / "lib").glob("*.mjs")))
@@ -55,7 +67,7 @@ def test_help_names_each_family_of_models_that_has_engines(node: str, language: 
     families = set(re.findall(r'\bSizes\("([^"]+)"', code)) - {"VAE"}
     assert len(families) >= 7
     (line,) = re.findall(r"^(?:These models have engines: |以下模型有引擎：)(.+)", (
-        ROOT / "js" / "docs" / node / f"{language}.md").read_text(encoding="utf-8"), re.M)
+        ROOT / help_page(node, language)).read_text(encoding="utf-8"), re.M)
     assert {family for family in families if family not in line} == set()
 
 
