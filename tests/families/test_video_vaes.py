@@ -19,7 +19,7 @@ from hybrid_trt.comfy_model.network import NativeNetwork
 from hybrid_trt.engine_library import Unavailable
 from hybrid_trt.engine_library.engine import relative_error
 from hybrid_trt.sampling.vae import vae_with_engines
-from vaes import as_vae, engine_of
+from vaes import as_vae, drawn, engine_of
 
 LIMIT = 1e-5
 CPU = torch.device("cpu")
@@ -57,17 +57,6 @@ def ltx(config: Mapping[str, Any]) -> VAE:
         module.load_state_dict(drawn(module))
         return as_vae(module.requires_grad_(False))
     return VAE(sd=drawn(module), device=CPU, dtype=torch.float32, metadata=metadata)
-
-
-def drawn(module: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Random weights for a VAE."""
-    generator, found = torch.Generator().manual_seed(3), {}
-    for name, weight in module.state_dict().items():
-        draw = torch.randn(weight.shape, generator=generator)
-        around_one = weight.ndim == 1 and any(part in name for part in ("scale", "norm", "std"))
-        kernel = weight.ndim > 1
-        found[name] = 0.1 * draw + 1 if around_one else draw * weight[0].numel() ** -0.5 if kernel else 0.05 * draw
-    return found
 
 
 def latent(sizes: tuple[int, ...], channels: int, seed: int) -> torch.Tensor:
