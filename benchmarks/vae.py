@@ -32,7 +32,7 @@ SHOWN = 9
 
 @dataclass(frozen=True)
 class Case:
-    """A call of a VAE for a picture or video of a size; ``file`` is of ``models.py``, or names a VAE of videos."""
+    """A call of a VAE for a picture or video of a size; ``file`` is of ``models.py``, or names a VAE below."""
 
     file: str
     call: str
@@ -50,8 +50,17 @@ CASES = {
     "wan_vae_encode_480_81": Case("wan21", "encode", 832, 480, 81),
     "wan22_vae_decode_704_121": Case("wan22", "decode", 1280, 704, 121),
     "h3_vae_decode_480_124": Case("h3", "decode", 832, 480, 124),
+    "hunyuan15_vae_decode_480_81": Case("hunyuan15", "decode", 832, 480, 81),
+    "hunyuan_image_vae_decode_2048": Case("hunyuan_image", "decode", 2048, 2048),
 }
-VIDEOS = ("wan21", "wan22", "h3")
+VIDEOS = ("wan21", "wan22", "h3", "hunyuan15")
+UNITS = {"wan22": 16, "h3": 16, "hunyuan15": 16, "hunyuan_image": 32}
+"""Pixels of a latent element along each side, where these are not 8."""
+HUNYUAN = {"in_channels": 3, "out_channels": 3, "num_res_blocks": 2}
+HUNYUAN15 = {**HUNYUAN, "block_out_channels": [128, 256, 512, 1024, 1024], "z_channels": 32, "ffactor_spatial": 16,
+             "ffactor_temporal": 4}  # fmt: skip
+HUNYUAN_IMAGE = {**HUNYUAN, "block_out_channels": [128, 256, 512, 512, 1024, 1024], "z_channels": 64,
+                 "ffactor_spatial": 32}  # fmt: skip
 
 
 def loaded(case: Case, comfyui: Path, base: Path) -> Any:
@@ -62,12 +71,15 @@ def loaded(case: Case, comfyui: Path, base: Path) -> Any:
     from comfy.ldm.wan import vae as wan21
     from comfy.ldm.wan import vae2_2 as wan22
 
-    if case.file not in VIDEOS:
+    if case.file not in (*VIDEOS, "hunyuan_image"):
         (path,) = models.make(comfyui, base, [case.file]).values()
         return comfy.sd.VAE(sd=comfy.utils.load_torch_file(str(path)))
     with torch.device("meta"):
         module = {"wan21": lambda: wan21.WanVAE(**WAN21), "wan22": lambda: wan22.WanVAE(**WAN22),
-                  "h3": MiniMaxH3VideoVAE}[case.file]()  # fmt: skip
+                  "h3": MiniMaxH3VideoVAE,
+                  "hunyuan15": lambda: hunyuan("vae_refiner", "EmptyRegularizer", HUNYUAN15),
+                  "hunyuan_image": lambda: hunyuan("vae", "DiagonalGaussianRegularizer", HUNYUAN_IMAGE),
+                  }[case.file]()  # fmt: skip
     generator, weights = torch.Generator().manual_seed(3), {}
     for name, weight in module.state_dict().items():
         draw = torch.randn(weight.shape, generator=generator)
@@ -76,9 +88,18 @@ def loaded(case: Case, comfyui: Path, base: Path) -> Any:
     return comfy.sd.VAE(sd=weights)
 
 
+def hunyuan(place: str, regularizer: str, sizes: dict[str, Any]) -> torch.nn.Module:
+    """Return a VAE of HunyuanVideo 1.5 or HunyuanImage 2.1."""
+    from comfy.ldm.models.autoencoder import AutoencodingEngine
+
+    halves = {f"{half.lower()}_config": {"target": f"comfy.ldm.hunyuan_video.{place}.{half}", "params": sizes}
+              for half in ("Encoder", "Decoder")}  # fmt: skip
+    return AutoencodingEngine(regularizer_config={"target": f"comfy.ldm.models.autoencoder.{regularizer}"}, **halves)
+
+
 def given_to(case: Case, vae: Any) -> torch.Tensor:
     """Return random latents, or pixels from -1 to 1."""
-    unit = 16 if case.file in ("wan22", "h3") else 8
+    unit = UNITS.get(case.file, 8)
     video = case.file in VIDEOS
     sides, frames = (case.height, case.width), [case.frames] if video else []
     if case.call == "decode":

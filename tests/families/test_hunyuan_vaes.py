@@ -1,4 +1,4 @@
-"""VAEs of HunyuanVideo 1.5 on engines: one build serves every still and video as native does."""
+"""VAEs of HunyuanVideo 1.5 and HunyuanImage 2.1 on engines: one build serves every still and video as native does."""
 
 from __future__ import annotations
 
@@ -23,26 +23,33 @@ from vaes import as_vae, drawn, engine_of
 LIMIT = 1e-5
 SIZES = RequestedSizes(64, 64, 64)
 ROLES = (Role.VAE_DECODER, Role.VAE_ENCODER)
-PLACE = {"video": "comfy.ldm.hunyuan_video.vae_refiner"}
-EMPTY = "comfy.ldm.models.autoencoder.EmptyRegularizer"
-GAUSSIAN = "comfy.ldm.models.autoencoder.DiagonalGaussianRegularizer"
-SHAPE = {"video": {
-    "block_out_channels": [16, 32, 64, 64, 64], "in_channels": 3, "out_channels": 3, "num_res_blocks": 1,
-    "ffactor_spatial": 16, "ffactor_temporal": 4, "downsample_match_channel": True, "upsample_match_channel": True,
-    "z_channels": 32}}  # fmt: skip
-CALLS = {"video": ((1, 4, 6), (2, 3, 5), (3, 4, 4), (1, 1, 1), (6, 2, 3), (9, 1, 2), (1, 16, 7), (3, 21, 5), (2, 14, 8))}  # fmt: skip
-"""Latent frames, height and width."""
+PLACE = {"video": "comfy.ldm.hunyuan_video.vae_refiner", "image": "comfy.ldm.hunyuan_video.vae"}
+REGULARIZER = {"video": "EmptyRegularizer", "image": "DiagonalGaussianRegularizer"}
+PIXELS = {"video": 16, "image": 32}
+MATCHED = {"in_channels": 3, "out_channels": 3, "num_res_blocks": 1, "downsample_match_channel": True,
+           "upsample_match_channel": True}  # fmt: skip
+SHAPE = {"video": {**MATCHED, "block_out_channels": [16, 32, 64, 64, 64], "z_channels": 32, "ffactor_spatial": 16,
+                   "ffactor_temporal": 4},
+         "image": {**MATCHED, "block_out_channels": [32, 32, 32, 32, 64, 128], "z_channels": 64,
+                   "ffactor_spatial": 32}}  # fmt: skip
+UNMATCHED = {"upsample_match_channel": False, "downsample_match_channel": False, "num_res_blocks": 2}
+CALLS = {"video": ((1, 4, 6), (2, 3, 5), (3, 4, 4), (1, 1, 1), (6, 2, 3), (9, 1, 2), (1, 16, 7), (3, 21, 5),
+                   (2, 14, 8)),
+         "image": ((2, 3), (1, 1), (5, 2), (19, 18), (13, 27), (24, 15))}  # fmt: skip
+"""Latent frames of a video, height and width."""
 COMPILED = 3
 """The last of these, of sizes for which torch takes the same code for a single image on a CPU as for the example."""
-KINDS = {("video", Role.VAE_DECODER): 20, ("video", Role.VAE_ENCODER): 20}
+KINDS = {("video", Role.VAE_DECODER): 20, ("video", Role.VAE_ENCODER): 20, ("image", Role.VAE_DECODER): 9,
+         ("image", Role.VAE_ENCODER): 9}  # fmt: skip
 
 
-def module_of(kind: str, regularizer: str = EMPTY, **changes: Any) -> AutoencodingEngine:
+def module_of(kind: str, regularizer: str | None = None, **changes: Any) -> AutoencodingEngine:
     """A tiny VAE with random weights."""
     sizes = {**SHAPE[kind], **changes}
     halves = {f"{half.lower()}_config": {"target": f"{PLACE[kind]}.{half}", "params": sizes}
               for half in ("Encoder", "Decoder")}  # fmt: skip
-    module = AutoencodingEngine(regularizer_config={"target": regularizer}, **halves)
+    target = f"comfy.ldm.models.autoencoder.{regularizer or REGULARIZER[kind]}"
+    module = AutoencodingEngine(regularizer_config={"target": target}, **halves)
     module.load_state_dict(drawn(module))
     return module.eval().requires_grad_(False)
 
@@ -51,7 +58,7 @@ def tiny(kind: str, monkeypatch: pytest.MonkeyPatch) -> VAE:
     """ComfyUI's VAE with a tiny network."""
 
     def small(**given: Mapping[str, Any]) -> AutoencodingEngine:
-        return module_of(kind, given["regularizer_config"]["target"])
+        return module_of(kind, given["regularizer_config"]["target"].rpartition(".")[2])
 
     with monkeypatch.context() as patch:
         patch.setattr(comfy.sd, "AutoencodingEngine", small)
@@ -59,12 +66,13 @@ def tiny(kind: str, monkeypatch: pytest.MonkeyPatch) -> VAE:
 
 
 def given_to(kind: str, role: Role, sizes: tuple[int, ...], seed: int = 1) -> torch.Tensor:
-    """Latents or pixels of a video of so many latent frames, rows and columns."""
-    frames, *sides = sizes
+    """Latents or pixels; sizes are a video's latent frames, rows and columns."""
+    *frames, height, width = sizes
     generator = torch.Generator().manual_seed(seed)
     if role is Role.VAE_DECODER:
-        return torch.randn(1, SHAPE[kind]["z_channels"], frames, *sides, generator=generator)
-    return torch.rand(1, 3, 4 * frames - 3, *(16 * side for side in sides), generator=generator) * 2 - 1
+        return torch.randn(1, SHAPE[kind]["z_channels"], *sizes, generator=generator)
+    sides = (PIXELS[kind] * height, PIXELS[kind] * width)
+    return torch.rand(1, 3, *(4 * count - 3 for count in frames), *sides, generator=generator) * 2 - 1
 
 
 @COMPILES
@@ -86,12 +94,13 @@ def test_one_build_serves_every_still_and_video(
             plain.append(blocks.plain)
         assert (len(blocks.kinds), plain[-1] - plain[-1 - COMPILED]) == (KINDS[kind, role], 0)
         assert (handle.stats.engine, handle.stats.native) == (len(CALLS[kind]), 0), handle.stats.details
-        given = given_to(kind, role, (2, 3, 4))
+        given = given_to(kind, role, CALLS[kind][0])
         several = torch.cat([given, 2 * given])
         assert relative_error(ours(several), native(several)) <= LIMIT
         if role is Role.VAE_DECODER:
-            tiles = {"tile_x": 6, "tile_y": 6, "overlap": 2, "tile_t": 2, "overlap_t": 1}
-            given = given_to(kind, role, (3, 9, 7))
+            tiles = {"tile_x": 6, "tile_y": 6, "overlap": 2}
+            tiles |= {"tile_t": 2, "overlap_t": 1} if kind == "video" else {}
+            given = given_to(kind, role, (3, 9, 7)[-len(CALLS[kind][0]) :])
             assert relative_error(backed.decode(given), vae.decode(given)) <= LIMIT
             assert relative_error(backed.decode_tiled(given, **tiles), vae.decode_tiled(given, **tiles)) <= LIMIT
         else:
@@ -100,29 +109,37 @@ def test_one_build_serves_every_still_and_video(
     assert handle.stats.native == 0, handle.stats.details
 
 
-@pytest.mark.parametrize("changes", [
-    {}, {"upsample_match_channel": False, "downsample_match_channel": False, "num_res_blocks": 2}], ids=str)
+@pytest.mark.parametrize("changes", [{}, UNMATCHED], ids=str)
 @pytest.mark.parametrize("role", ROLES)
-def test_a_video_in_our_chunks_is_natives(role: Role, changes: dict[str, Any]) -> None:
-    module = module_of("video", **changes)
+@pytest.mark.parametrize(("kind", "words", "calls"), [
+    ("video", "96x80, 4 latent frames", [(frames, 1 + frames % 3, 2) for frames in range(1, 10)]),
+    ("image", "96x64", [(1, 1), (3, 2), (2, 5)])])
+def test_our_way_through_its_layers_is_natives(
+    kind: str, words: str, calls: list, role: Role, changes: dict[str, Any]
+) -> None:
+    module = module_of(kind, **changes)
     architecture = NativeNetwork.of_vae(as_vae(module), role, "a VAE").architecture()
-    function = architecture.function(module_of("video", **changes))
+    function = architecture.function(module_of(kind, **changes))
     with torch.inference_mode():
-        for frames in range(1, 10):
-            given = given_to("video", role, (frames, 1 + frames % 3, 2))
+        for sizes in calls:
+            given = given_to(kind, role, sizes)
             expected = module.decode(given) if role is Role.VAE_DECODER else module.encode(given)
             (found,) = function(given)
             assert found.shape == expected.shape
-            assert relative_error(found, expected) <= LIMIT, frames
+            assert relative_error(found, expected) <= LIMIT, sizes
     (call,) = architecture.calls(architecture.profile(SIZES), Picture(96, 80, (1,), length=13))
-    assert (call["W"], call["H"], architecture.call_words(call)) == (6, 5, "96x80, 4 latent frames")
+    assert architecture.call_words(call) == words
 
 
-@pytest.mark.parametrize(("regularizer", "changes"), [
-    (EMPTY, {"refiner_vae": False, "block_out_channels": [32, 64, 64, 64, 64]}), (GAUSSIAN, {}), (EMPTY, {"ffactor_temporal": 2}),
-    (EMPTY, {"ffactor_spatial": 8})], ids=str)  # fmt: skip
+@pytest.mark.parametrize(("kind", "regularizer", "changes"), [
+    ("video", None, {"refiner_vae": False, "block_out_channels": [32, 64, 64, 64, 64]}),
+    ("video", "DiagonalGaussianRegularizer", {}), ("video", None, {"ffactor_temporal": 2}),
+    ("video", None, {"ffactor_spatial": 8}), ("image", "EmptyRegularizer", {}),
+    ("image", None, {"ffactor_spatial": 16})], ids=str)  # fmt: skip
 @pytest.mark.parametrize("role", ROLES)
-def test_other_vaes_of_these_layers_run_at_normal_speed(role: Role, regularizer: str, changes: dict[str, Any]) -> None:
-    module = module_of("video", regularizer, **changes)
+def test_other_vaes_of_these_layers_run_at_normal_speed(
+    kind: str, role: Role, regularizer: str | None, changes: dict[str, Any]
+) -> None:
+    module = module_of(kind, regularizer, **changes)
     with pytest.raises(Unavailable, match="family that has no engines yet"):
         NativeNetwork.of_vae(as_vae(module), role, "a VAE").architecture()

@@ -306,8 +306,8 @@ VAES = {
 }
 """Row of the table of VAEs -> the file that is tried."""
 OTHER_VAES = "other videos, sound"
-"""The row of those without an engine; ``test_vae.py`` tries one, and ``test_video_vaes.py`` those of videos that have
-some on ``torch`` alone."""
+"""The row of those without an engine; ``test_vae.py`` tries one. ``test_video_vaes.py`` and ``test_hunyuan_vaes.py``
+try those that have some on ``torch`` alone."""
 
 
 def through_vae(file: str, engines: bool, tiled: bool, width: int, height: int, batch: int) -> Prompt:

@@ -371,7 +371,8 @@ def test_a_controlnet_of_two_branches_gets_a_node_of_its_own(wired: str, nodes: 
     ("qwen_image_2.1_vae.safetensors", False), ("taew2_1.safetensors", False),
     ("minimax_h3_video_vae.safetensors", True), ("minimax_h3_audio_vae.safetensors", False),
     ("LTX23_video_vae_bf16.safetensors", True),
-    ("hunyuan_video_vae_bf16.safetensors", False), ("audio", False),
+    ("hunyuan_video_vae_bf16.safetensors", False), ("audio", False), ("hunyuanvideo15_vae_fp16.safetensors", True),
+    ("hunyuan_image_2.1_vae_fp16.safetensors", True), ("hunyuan_image_refiner_vae_fp16.safetensors", False),
 ])  # fmt: skip
 def test_a_vae_that_no_engine_serves_gets_no_wire(file: str, taken: bool, api: bool) -> None:
     kind = "LTXVAudioVAELoader" if file == "audio" else f"VAELoader|{file}"
