@@ -41,7 +41,7 @@ SIZES = {ACCELERATE: (330.0, 400.0), CONTROLNET_ENGINE: (330.0, 300.0)}
 _KINDS = {"model": "MODEL", "vae": "VAE"}
 _CHANGES_WEIGHTS = re.compile("lora|modelmerge", re.IGNORECASE)
 _NO_VAE_ENGINE = re.compile(
-    r"qwen_?image_?2|hunyuan(?!_?video_?1\.?5|_?image_?2)|refiner|cosmos|mochi|cogvideo|taehv|taew|audio|ace_step",
+    r"hunyuan(?!_?video_?1\.?5|_?image_?2)|refiner|cosmos|mochi|cogvideo|taehv|taew|audio|ace_step",
     re.IGNORECASE)
 """Names of VAEs that no engine serves: most of videos, and sounds."""
 _NO_RUN = {"MODEL", "CLIP", "VAE", "SIGMAS"}

@@ -66,6 +66,7 @@ class _Half(torch.nn.Module):
         decodes = isinstance(half, Decoder)
         mid, layers = ([layer for layer in part.modules() if type(layer) in _COMPUTED] for part in (half.mid, stages))
         ends = {half.conv_in: _entered if decodes else None, self.last: _ended if decodes else _means}
+        half.mid.attn_1.optimized_attention = attention
         steps = [half.conv_in, *((*mid, *layers) if decodes else (*layers, *mid)), self.last]
         self.blocks = tuple(block for step in steps
                             for block in in_blocks([step], ends.get(step) or _COMPUTED.get(type(step))))  # fmt: skip
@@ -79,17 +80,6 @@ class _Half(torch.nn.Module):
 def _entered(conv: torch.nn.Conv2d, x: torch.Tensor) -> torch.Tensor:
     found = F.conv2d(x, conv.weight, conv.bias, padding=conv.padding)
     return found + x.repeat_interleave(found.shape[1] // x.shape[1], 1)
-
-
-def _residual(block: ResnetBlock, x: torch.Tensor) -> torch.Tensor:
-    h = block.conv1(F.silu(block.norm1(x)))
-    h = block.conv2(F.silu(block.norm2(h)))
-    return h + (x if block.in_channels == block.out_channels else block.nin_shortcut(x))
-
-
-def _attended(block: AttnBlock, x: torch.Tensor) -> torch.Tensor:
-    h = block.norm(x)
-    return x + block.proj_out(attention(block.q(h), block.k(h), block.v(h)))
 
 
 def _enlarged(layer: PixelUnshuffle2D, x: torch.Tensor) -> torch.Tensor:
@@ -116,7 +106,8 @@ def _means(layers: torch.nn.ModuleList, x: torch.Tensor) -> torch.Tensor:
     return (found + x.unflatten(1, (found.shape[1], -1)).mean(2)).chunk(2, 1)[0]
 
 
-_COMPUTED = {ResnetBlock: _residual, AttnBlock: _attended, PixelUnshuffle2D: _enlarged, PixelShuffle2D: _reduced}
+_COMPUTED = {ResnetBlock: None, AttnBlock: None, PixelUnshuffle2D: _enlarged, PixelShuffle2D: _reduced}
+"""Layer -> what computes it instead of its own forward, if anything."""
 _PLACE = "comfy.ldm.hunyuan_video.vae"
 NEEDS = (
     f"{_PLACE}:Decoder.forward(self, z)",

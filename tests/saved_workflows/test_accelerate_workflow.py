@@ -368,7 +368,7 @@ def test_a_controlnet_of_two_branches_gets_a_node_of_its_own(wired: str, nodes: 
 @pytest.mark.parametrize(("file", "taken"), [
     ("sdxl_vae.safetensors", True), ("ae.safetensors", True), ("flux2-vae.safetensors", True), ("swan.pt", True),
     ("wan_2.1_vae.safetensors", True), ("Wan2.2_VAE.pth", True), ("sub/qwen_image_vae.safetensors", True),
-    ("qwen_image_2.1_vae.safetensors", False), ("taew2_1.safetensors", False),
+    ("qwen_image_2.1_vae.safetensors", True), ("taew2_1.safetensors", False),
     ("minimax_h3_video_vae.safetensors", True), ("minimax_h3_audio_vae.safetensors", False),
     ("LTX23_video_vae_bf16.safetensors", True),
     ("hunyuan_video_vae_bf16.safetensors", False), ("audio", False), ("hunyuanvideo15_vae_fp16.safetensors", True),
