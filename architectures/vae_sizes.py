@@ -1,30 +1,64 @@
-"""Sizes of VAEs' calls: one picture or video without a prompt. ComfyUI's batches are split, so a call fits each.
-
-Importing this module needs neither torch nor ComfyUI.
-"""
+"""Sizes, tensors and calls of VAEs: a picture or a video without a prompt. Batches are split, so a call fits each."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from .shapes import Dim, Picture, Profile, Range, RequestedSizes, Symbol
+from . import Role
+from .calls import Binding, EngineCall, refuse_all_but
+from .shapes import Dim, Picture, Profile, Range, RequestedSizes, Sizes, Symbol, TensorSpec
 from .sizes import BATCH, LatentSizes
 
-LATER = Dim("L", plus=1)
-"""Latent frames."""
+if TYPE_CHECKING:
+    import torch
+
+SIZES = Sizes("VAE", 64, 1024, 1536)
 
 
 @dataclass(frozen=True)
 class VAESizes(LatentSizes):
-    """Sizes of a still. A VAE runs once per picture, so its calls are not captured as CUDA graphs."""
+    """One half of a VAE for stills: (batch, channels, height, width), pixels from -1 to 1.
+
+    A VAE runs once per picture, so its calls are not captured as CUDA graphs.
+    """
+
+    name: str
+    role: Role
 
     per_step = False
     usual_batch = 1
     arguments = ("images",)
+    colours = 3
     free: ClassVar[Mapping[str, Range]] = {
         "B": Range(1, 1, 1), "H": Range(1, 22, 1 << 11), "W": Range(1, 26, 1 << 11)}
+
+    @property
+    def decodes(self) -> bool:
+        return self.role is Role.VAE_DECODER
+
+    def channels(self, module: torch.nn.Module) -> int:
+        """Return the channels of a VAE's latent."""
+        raise NotImplementedError
+
+    def inputs(self, module: torch.nn.Module, dtype: str) -> list[TensorSpec]:
+        return [self._spec("images", module, dtype, latent=self.decodes)]
+
+    def outputs(self, module: torch.nn.Module, dtype: str) -> list[TensorSpec]:
+        return [self._spec("result", module, dtype, latent=not self.decodes)]
+
+    def _spec(self, name: str, module: torch.nn.Module, dtype: str, latent: bool) -> TensorSpec:
+        channels, pixels = (self.channels(module), 1) if latent else (self.colours, self.pixels)
+        return TensorSpec(name, dtype, (BATCH, channels, *self._frames(latent), Dim("H", up=pixels),
+                                        Dim("W", up=pixels)))  # fmt: skip
+
+    def _frames(self, latent: bool) -> tuple[Dim, ...]:
+        """Return the dimension of frames; a still has none."""
+        return ()
+
+    def binding(self, module: torch.nn.Module) -> Binding:
+        return bind_images
 
     def _ranges(self, asked: RequestedSizes) -> dict[str, Range]:
         own = super()._ranges(asked)
@@ -41,7 +75,7 @@ class VAESizes(LatentSizes):
 
 @dataclass(frozen=True)
 class VideoVAESizes(VAESizes):
-    """Sizes of a video, or of a still, which has a single latent frame.
+    """One half of a VAE for videos, (batch, channels, frames, height, width). A still has a single latent frame.
 
     Attributes:
         each: frames of each latent frame behind the first, which stands for one.
@@ -54,13 +88,8 @@ class VideoVAESizes(VAESizes):
     traced: ClassVar[Mapping[str, int]] = {"B": 1, "L": 2, "H": 9, "W": 12}
     compared: ClassVar[tuple[Mapping[str, int], ...]] = ({"B": 1, "L": 0, "H": 16, "W": 16},)
 
-    def latents(self, channels: int) -> tuple[int | Dim, ...]:
-        """Return the shape of latents, (batch, channels, frames, height, width)."""
-        return BATCH, channels, LATER, Dim("H"), Dim("W")
-
-    def pictures(self, colours: int) -> tuple[int | Dim, ...]:
-        """Return the shape of pixels, (batch, colours, frames, height, width)."""
-        return BATCH, colours, Dim("L", up=self.each, plus=1), Dim("H", up=self.pixels), Dim("W", up=self.pixels)
+    def _frames(self, latent: bool) -> tuple[Dim, ...]:
+        return (Dim("L", up=1 if latent else self.each, plus=1),)
 
     def _ranges(self, asked: RequestedSizes) -> dict[str, Range]:
         return {**super()._ranges(asked), "L": self.free["L"]}
@@ -76,3 +105,14 @@ class VideoVAESizes(VAESizes):
         """See ``Architecture``: ``832x480, 21 latent frames``."""
         frames = [f"{call['L'] + 1} latent frames"] if call.get("L") else []
         return ", ".join([*self._picture_words(call), *frames])
+
+
+def bind_images(call: Mapping[str, Any]) -> EngineCall:
+    """Bind a call of a VAE, whose only argument is ``images``."""
+    images = call["images"]
+    refuse_all_but(call, {"images"})
+
+    def finish(outputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        return outputs["result"].to(images.device, images.dtype)
+
+    return EngineCall({"images": images}, finish)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -19,12 +18,9 @@ from comfy.taesd.taesd import TAESD, DecoderFlux2
 
 from .. import Role
 from ..blocks import in_blocks
-from ..calls import Binding, EngineCall, refuse_all_but
-from ..shapes import Dim, Sizes, TensorSpec
-from ..sizes import BATCH, LATENT
-from ..vae_sizes import VAESizes
+from ..sizes import LATENT
+from ..vae_sizes import SIZES, VAESizes
 
-CHANNELS = 3
 FILE_MARKS = ()
 """No file of a diffusion model is known by its VAE."""
 
@@ -40,8 +36,6 @@ class AutoencoderSizes(VAESizes):
         pixels: along each side of a latent element.
     """
 
-    name: str
-    role: Role
     working_values: int
     pixels: int = LATENT
 
@@ -49,20 +43,13 @@ class AutoencoderSizes(VAESizes):
         """Return the bytes that a compiled call needs besides its weights."""
         return self.working_values * self.pixels**2 * call["H"] * call["W"] * dtype.itemsize
 
-    def inputs(self, module: torch.nn.Module, dtype: str) -> list[TensorSpec]:
-        """See ``Architecture``: a latent, or pixels from -1 to 1."""
-        return [self._spec("images", module, dtype, latent=self.role is Role.VAE_DECODER)]
-
-    def outputs(self, module: torch.nn.Module, dtype: str) -> list[TensorSpec]:
-        return [self._spec("result", module, dtype, latent=self.role is Role.VAE_ENCODER)]
-
-    def _spec(self, name: str, module: torch.nn.Module, dtype: str, latent: bool) -> TensorSpec:
-        channels, pixels = (_channels(module), 1) if latent else (CHANNELS, self.pixels)
-        return TensorSpec(name, dtype, (BATCH, channels, Dim("H", up=pixels), Dim("W", up=pixels)))
-
-    def binding(self, module: torch.nn.Module) -> Binding:
-        return bind_images
-
+    def channels(self, module: torch.nn.Module) -> int:
+        if isinstance(module, TAESD):
+            return module.taesd_decoder[1].in_channels * (4 if _folds(module) else 1)
+        if getattr(module, "bn", None) is not None:
+            return module.bn.num_features
+        first = getattr(module, "post_quant_conv", None) or module.decoder.conv_in
+        return first.in_channels
 
 
 class KLAutoencoder(AutoencoderSizes):
@@ -84,7 +71,7 @@ class KLAutoencoder(AutoencoderSizes):
         )
 
     def function(self, module: torch.nn.Module) -> torch.nn.Module:
-        return (_Decoder if self.role is Role.VAE_DECODER else _Encoder)(module)
+        return (_Decoder if self.decodes else _Encoder)(module)
 
 
 class TinyAutoencoder(AutoencoderSizes):
@@ -94,7 +81,7 @@ class TinyAutoencoder(AutoencoderSizes):
         return type(module) is TAESD and (16 if _folds(module) else LATENT) == self.pixels
 
     def function(self, module: torch.nn.Module) -> torch.nn.Module:
-        return _Tiny(module, self.role)
+        return _Tiny(module, self.decodes)
 
 
 def _pixels_per_element(module: AutoencodingEngine) -> int:
@@ -103,27 +90,6 @@ def _pixels_per_element(module: AutoencodingEngine) -> int:
 
 def _folds(module: TAESD) -> bool:
     return isinstance(module.taesd_decoder, DecoderFlux2)
-
-
-def _channels(module: torch.nn.Module) -> int:
-    """Return the channels of the latent."""
-    if isinstance(module, TAESD):
-        return module.taesd_decoder[1].in_channels * (4 if _folds(module) else 1)
-    if getattr(module, "bn", None) is not None:
-        return module.bn.num_features
-    first = getattr(module, "post_quant_conv", None) or module.decoder.conv_in
-    return first.in_channels
-
-
-def bind_images(call: Mapping[str, Any]) -> EngineCall:
-    """Bind a call of a VAE, whose only argument is ``images``."""
-    images = call["images"]
-    refuse_all_but(call, {"images"})
-
-    def finish(outputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        return outputs["result"].to(images.device, images.dtype)
-
-    return EngineCall({"images": images}, finish)
 
 
 def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -179,11 +145,10 @@ class _Encoder(torch.nn.Module):
 class _Tiny(torch.nn.Module):
     """One half of a TAESD, which is a single block."""
 
-    def __init__(self, vae: TAESD, role: Role):
+    def __init__(self, vae: TAESD, decodes: bool):
         super().__init__()
-        self.vae = vae
-        self.decodes = role is Role.VAE_DECODER
-        half = vae.taesd_decoder if self.decodes else vae.taesd_encoder
+        self.vae, self.decodes = vae, decodes
+        half = vae.taesd_decoder if decodes else vae.taesd_encoder
         for number, layer in enumerate(half):
             if isinstance(layer, torch.nn.Upsample):
                 half[number] = _Doubled()
@@ -243,7 +208,6 @@ def _statistics(vae: torch.nn.Module, like: torch.Tensor) -> tuple[torch.Tensor,
     return mean, torch.sqrt(variance + vae.bn_eps)
 
 
-_SIZES = Sizes("VAE", 64, 1024, 1536)
 NEEDS = (
     "comfy.ldm.models.autoencoder:AutoencoderKL",
     "comfy.ldm.models.autoencoder:AutoencodingEngine",
@@ -257,12 +221,12 @@ NEEDS = (
 )
 
 ARCHITECTURES = (
-    KLAutoencoder(_SIZES, "kl_vae_decoder", Role.VAE_DECODER, 860),
-    KLAutoencoder(_SIZES, "kl_vae_encoder", Role.VAE_ENCODER, 580),
-    KLAutoencoder(_SIZES, "kl_vae_16_decoder", Role.VAE_DECODER, 860, 16),
-    KLAutoencoder(_SIZES, "kl_vae_16_encoder", Role.VAE_ENCODER, 580, 16),
-    TinyAutoencoder(_SIZES, "taesd_decoder", Role.VAE_DECODER, 260),
-    TinyAutoencoder(_SIZES, "taesd_encoder", Role.VAE_ENCODER, 260),
-    TinyAutoencoder(_SIZES, "taesd_16_decoder", Role.VAE_DECODER, 260, 16),
-    TinyAutoencoder(_SIZES, "taesd_16_encoder", Role.VAE_ENCODER, 260, 16),
+    KLAutoencoder(SIZES, "kl_vae_decoder", Role.VAE_DECODER, 860),
+    KLAutoencoder(SIZES, "kl_vae_encoder", Role.VAE_ENCODER, 580),
+    KLAutoencoder(SIZES, "kl_vae_16_decoder", Role.VAE_DECODER, 860, 16),
+    KLAutoencoder(SIZES, "kl_vae_16_encoder", Role.VAE_ENCODER, 580, 16),
+    TinyAutoencoder(SIZES, "taesd_decoder", Role.VAE_DECODER, 260),
+    TinyAutoencoder(SIZES, "taesd_encoder", Role.VAE_ENCODER, 260),
+    TinyAutoencoder(SIZES, "taesd_16_decoder", Role.VAE_DECODER, 260, 16),
+    TinyAutoencoder(SIZES, "taesd_16_encoder", Role.VAE_ENCODER, 260, 16),
 )

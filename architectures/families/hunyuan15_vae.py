@@ -18,10 +18,11 @@ from comfy.ldm.modules.diffusionmodules.model import AttnBlock, CarriedConv3d, R
 
 from .. import Role
 from ..blocks import in_blocks
-from ..shapes import Dim, Sizes, TensorSpec
+from ..calls import Binding
 from ..sizes import EACH, LATENT
+from ..vae_sizes import SIZES, VideoVAESizes, bind_images
 from .autoencoder import attention
-from .wan_vae import FRAMES, KEPT, LATER, Kept, VideoAutoencoder
+from .wan_vae import KEPT, Kept, bind_pixels
 
 PIXELS = 2 * LATENT
 TIMES = [False, False, True, True]
@@ -32,32 +33,32 @@ FILE_MARKS = ()
 
 
 @dataclass(frozen=True)
-class HunyuanVideoVAE(VideoAutoencoder):
+class HunyuanVideoVAE(VideoVAESizes):
     """Decoder or encoder of a still or video, to or from pixels from -1 to 1."""
 
-    working_memory = None  # ComfyUI's own estimate
+    pixels = PIXELS
+    only_live = "frames that are computed from frames before them"
 
     def matches(self, module: torch.nn.Module) -> bool:
         if type(module) is not AutoencodingEngine or type(module.regularization) is not EmptyRegularizer:
             return False
-        half, decodes = self._half(module), self.role is Role.VAE_DECODER
+        half, decodes = self._half(module), self.decodes
         if type(half) is not (Decoder if decodes else Encoder) or not half.refiner_vae:
             return False
         times = [layer.tus if decodes else layer.tds for layer in _layers_of(half, UpSmpl, DnSmpl)]
         return times == (TIMES[::-1] if decodes else TIMES)
 
     def _half(self, module: AutoencodingEngine) -> torch.nn.Module:
-        return module.decoder if self.role is Role.VAE_DECODER else module.encoder
+        return module.decoder if self.decodes else module.encoder
 
-    def _spec(self, name: str, module: AutoencodingEngine, dtype: str, latent: bool) -> TensorSpec:
-        half = self._half(module)
-        if latent:
-            return TensorSpec(name, dtype, (Dim("B"), half.z_channels, LATER, Dim("H"), Dim("W")))
-        colours = half.conv_out.conv.out_channels if half is module.decoder else half.conv_in.conv.in_channels
-        return TensorSpec(name, dtype, (Dim("B"), colours, FRAMES, Dim("H", up=PIXELS), Dim("W", up=PIXELS)))
+    def channels(self, module: AutoencodingEngine) -> int:
+        return self._half(module).z_channels
+
+    def binding(self, module: AutoencodingEngine) -> Binding:
+        return bind_images if self.decodes else bind_pixels
 
     def function(self, module: AutoencodingEngine) -> torch.nn.Module:
-        return (_Decoder if self.role is Role.VAE_DECODER else _Encoder)(module)
+        return (_Decoder if self.decodes else _Encoder)(module)
 
 
 def _layers_of(half: torch.nn.Module, *kinds: type) -> list[torch.nn.Module]:
@@ -196,8 +197,7 @@ NEEDS = (
     f"{_MODEL}:ResnetBlock.forward(self, x, temb, conv_carry_in, conv_carry_out)",
 )
 
-_SIZES = Sizes("VAE", 64, 1024, 1536)
 ARCHITECTURES = (
-    HunyuanVideoVAE(_SIZES, "hunyuan15_vae_decoder", Role.VAE_DECODER, 0, PIXELS),
-    HunyuanVideoVAE(_SIZES, "hunyuan15_vae_encoder", Role.VAE_ENCODER, 0, PIXELS),
+    HunyuanVideoVAE(SIZES, "hunyuan15_vae_decoder", Role.VAE_DECODER),
+    HunyuanVideoVAE(SIZES, "hunyuan15_vae_encoder", Role.VAE_ENCODER),
 )

@@ -14,9 +14,10 @@ from comfy.ldm.modules.diffusionmodules.model import AttnBlock, ResnetBlock
 
 from .. import Role
 from ..blocks import in_blocks
-from ..shapes import Dim, Range, Sizes, TensorSpec
-from ..sizes import BATCH, LATENT
-from .autoencoder import CHANNELS, AutoencoderSizes, attention
+from ..shapes import Range
+from ..sizes import LATENT
+from ..vae_sizes import SIZES, VAESizes
+from .autoencoder import attention
 
 PIXELS = 4 * LATENT
 
@@ -25,10 +26,10 @@ FILE_MARKS = ()
 
 
 @dataclass(frozen=True)
-class HunyuanImageVAE(AutoencoderSizes):
+class HunyuanImageVAE(VAESizes):
     """Decoder or encoder of a picture."""
 
-    working_memory = None  # ComfyUI's own estimate
+    pixels = PIXELS
     only_live = "sides that are folded into channels"
     free: ClassVar[Mapping[str, Range]] = {"B": Range(1, 1, 1), "H": Range(1, 22, 1 << 10), "W": Range(1, 26, 1 << 10)}
     traced: ClassVar[Mapping[str, int]] = {"B": 1, "H": 3, "W": 4}
@@ -37,19 +38,18 @@ class HunyuanImageVAE(AutoencoderSizes):
     def matches(self, module: torch.nn.Module) -> bool:
         if type(module) is not AutoencodingEngine or type(module.regularization) is not DiagonalGaussianRegularizer:
             return False
-        half, kind = self._half(module), Decoder if self.role is Role.VAE_DECODER else Encoder
+        half, kind = self._half(module), Decoder if self.decodes else Encoder
         steps = [layer for layer in half.modules() if type(layer) in (PixelShuffle2D, PixelUnshuffle2D)]
         return type(half) is kind and 2 ** len(steps) == PIXELS and not module.regularization.sample
 
     def _half(self, module: AutoencodingEngine) -> torch.nn.Module:
-        return module.decoder if self.role is Role.VAE_DECODER else module.encoder
+        return module.decoder if self.decodes else module.encoder
 
-    def _spec(self, name: str, module: AutoencodingEngine, dtype: str, latent: bool) -> TensorSpec:
-        channels, pixels = (self._half(module).z_channels, 1) if latent else (CHANNELS, PIXELS)
-        return TensorSpec(name, dtype, (BATCH, channels, Dim("H", up=pixels), Dim("W", up=pixels)))
+    def channels(self, module: AutoencodingEngine) -> int:
+        return self._half(module).z_channels
 
     def function(self, module: AutoencodingEngine) -> torch.nn.Module:
-        if self.role is Role.VAE_DECODER:
+        if self.decodes:
             half, module.encoder = module.decoder, torch.nn.Identity()
             return _Half(module, half, half.up)
         half, module.decoder = module.encoder, torch.nn.Identity()
@@ -120,8 +120,7 @@ NEEDS = (
     "comfy.ldm.modules.diffusionmodules.model:ResnetBlock",
 )
 
-_SIZES = Sizes("VAE", 64, 1024, 1536)
 ARCHITECTURES = (
-    HunyuanImageVAE(_SIZES, "hunyuan_image_vae_decoder", Role.VAE_DECODER, 0, PIXELS),
-    HunyuanImageVAE(_SIZES, "hunyuan_image_vae_encoder", Role.VAE_ENCODER, 0, PIXELS),
+    HunyuanImageVAE(SIZES, "hunyuan_image_vae_decoder", Role.VAE_DECODER),
+    HunyuanImageVAE(SIZES, "hunyuan_image_vae_encoder", Role.VAE_ENCODER),
 )

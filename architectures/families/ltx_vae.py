@@ -7,7 +7,7 @@ noise. Videos are encoded natively.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
@@ -24,10 +24,10 @@ from comfy.ldm.lightricks.vae.pixel_norm import PixelNorm
 
 from .. import Role
 from ..blocks import in_blocks
-from ..calls import Binding, EngineCall, refuse_all_but
-from ..shapes import Range, Sizes, TensorSpec
+from ..calls import Binding, EngineCall
+from ..shapes import Range
 from ..sizes import LATENT
-from ..vae_sizes import VideoVAESizes
+from ..vae_sizes import SIZES, VideoVAESizes, bind_images
 
 BUFFER = "output_buffer"
 """ComfyUI's tensor for the result, in main memory."""
@@ -40,8 +40,6 @@ FILE_MARKS = ()
 class LTXDecoder(VideoVAESizes):
     """Latents of a still or video -> pixels from -1 to 1."""
 
-    name = "ltx_vae_decoder"
-    role = Role.VAE_DECODER
     pixels = 4 * LATENT
     each = 8
     only_live = "convolutions over all frames at once"
@@ -53,12 +51,8 @@ class LTXDecoder(VideoVAESizes):
     def matches(self, module: torch.nn.Module) -> bool:
         return type(module) is VideoVAE and not module.timestep_conditioning and _is_known(module.decoder)
 
-    def inputs(self, module: VideoVAE, dtype: str) -> list[TensorSpec]:
-        return [TensorSpec("images", dtype, self.latents(module.decoder.conv_in.in_channels))]
-
-    def outputs(self, module: VideoVAE, dtype: str) -> list[TensorSpec]:
-        colours = module.decoder.conv_out.out_channels // module.decoder.patch_size**2
-        return [TensorSpec("result", dtype, self.pictures(colours))]
+    def channels(self, module: VideoVAE) -> int:
+        return module.decoder.conv_in.in_channels
 
     def function(self, module: VideoVAE) -> torch.nn.Module:
         return _Decoder(module)
@@ -88,14 +82,8 @@ def _layers(decoder: torch.nn.Module) -> list[torch.nn.Module]:
 
 
 def _bind(call: Mapping[str, Any]) -> EngineCall:
-    images, buffer = call["images"], call.get(BUFFER)
-    refuse_all_but(call, {"images", BUFFER})
-
-    def finish(outputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        result = outputs["result"]
-        return result.to(images.device, images.dtype) if buffer is None else buffer.copy_(result)
-
-    return EngineCall({"images": images}, finish)
+    bound, buffer = bind_images({name: value for name, value in call.items() if name != BUFFER}), call.get(BUFFER)
+    return bound if buffer is None else replace(bound, finish=lambda outputs: buffer.copy_(outputs["result"]))
 
 
 class _Decoder(torch.nn.Module):
@@ -170,4 +158,4 @@ NEEDS = (
     "comfy.ldm.lightricks.vae.pixel_norm:PixelNorm",
 )
 
-ARCHITECTURES = (LTXDecoder(Sizes("VAE", 64, 1024, 1536)),)
+ARCHITECTURES = (LTXDecoder(SIZES, "ltx_vae_decoder", Role.VAE_DECODER),)

@@ -7,8 +7,7 @@ for any number of tokens: all tiles of videos from 256 px on have the same. Pict
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
@@ -17,12 +16,12 @@ from comfy.ldm.minimax.vae import MiniMaxH3VideoVAE, TransformerBlock, ViT3DDeco
 
 from .. import Role
 from ..blocks import in_blocks
-from ..calls import Binding, EngineCall, refuse_all_but
-from ..shapes import Range, Sizes, TensorSpec
+from ..calls import Binding, EngineCall
+from ..shapes import Range, TensorSpec
 from ..sizes import LATENT
 from ..token_layers import normed
 from ..user_attention import computed
-from ..vae_sizes import VideoVAESizes
+from ..vae_sizes import SIZES, VideoVAESizes, bind_images
 
 FIRST, CLIP = (2, 5), (5, 17)
 """Latent frames and frames: of the shortest video, and of each more of its clips."""
@@ -35,8 +34,6 @@ FILE_MARKS = ()
 class MiniMaxDecoder(VideoVAESizes):
     """Latents of a still or video -> pixels from -1 to 1, in float32."""
 
-    name = "minimax_h3_vae_decoder"
-    role = Role.VAE_DECODER
     pixels = 2 * LATENT
     only_live = "tiles of its own"
     tiles_itself = True
@@ -51,12 +48,12 @@ class MiniMaxDecoder(VideoVAESizes):
             and all(type(block) is TransformerBlock for block in module.decoder.transformer_blocks)
         )
 
-    def inputs(self, module: MiniMaxH3VideoVAE, dtype: str) -> list[TensorSpec]:
-        return [TensorSpec("images", dtype, self.latents(module.decoder.x_embedder.in_features))]
+    def channels(self, module: MiniMaxH3VideoVAE) -> int:
+        return module.decoder.x_embedder.in_features
 
     def outputs(self, module: MiniMaxH3VideoVAE, dtype: str) -> list[TensorSpec]:
         """See ``Architecture``; there are fewer frames, because clips overlap."""
-        return [TensorSpec("result", "float32", self.pictures(module.decoder.out_channels))]
+        return super().outputs(module, "float32")
 
     def function(self, module: MiniMaxH3VideoVAE) -> torch.nn.Module:
         return _Decoder(module)
@@ -70,13 +67,8 @@ class MiniMaxDecoder(VideoVAESizes):
 
 
 def _bind(call: Mapping[str, Any]) -> EngineCall:
-    images = call["images"]
-    refuse_all_but(call, {"images"})
-    return EngineCall({"images": images}, partial(_finished, images.device))
-
-
-def _finished(device: torch.device, outputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    return outputs["result"].to(device)
+    bound, device = bind_images(call), call["images"].device
+    return replace(bound, finish=lambda outputs: outputs["result"].to(device))
 
 
 class _Decoder(torch.nn.Module):
@@ -122,4 +114,4 @@ NEEDS = (
     "comfy.ldm.minimax.vae:ViT3DDecoder.forward(self, x)",
 )
 
-ARCHITECTURES = (MiniMaxDecoder(Sizes("VAE", 64, 1024, 1536)),)
+ARCHITECTURES = (MiniMaxDecoder(SIZES, "minimax_h3_vae_decoder", Role.VAE_DECODER),)

@@ -11,10 +11,10 @@ from comfy.ldm.wan.vae import CausalConv3d
 from comfy.ldm.wan.vae2_2 import WanVAE
 
 from .. import Role
-from ..shapes import Dim, Range, Sizes, TensorSpec
-from ..sizes import BATCH, LATENT
+from ..shapes import Range
+from ..sizes import LATENT
+from ..vae_sizes import SIZES, VAESizes
 from . import wan_vae
-from .autoencoder import AutoencoderSizes
 
 PIXELS = 2 * LATENT
 
@@ -23,10 +23,11 @@ FILE_MARKS = ()
 
 
 @dataclass(frozen=True)
-class QwenImageVAE(AutoencoderSizes):
+class QwenImageVAE(VAESizes):
     """Decoder or encoder of a picture, (batch, channels, height, width)."""
 
-    working_memory = None  # ComfyUI's own estimate
+    pixels = PIXELS
+    colours = 4
     only_live = "layers of a video"
     free: ClassVar[Mapping[str, Range]] = {"B": Range(1, 1, 1), "H": Range(1, 22, 1 << 10), "W": Range(1, 26, 1 << 10)}
     traced: ClassVar[Mapping[str, int]] = {"B": 1, "H": 9, "W": 12}
@@ -36,18 +37,15 @@ class QwenImageVAE(AutoencoderSizes):
         """See ``Architecture``; older servers have no such VAE, nor its ``patch_size``."""
         return (
             type(module) is WanVAE and not module.attn_scales and getattr(module, "patch_size", None) == 1
-            and 2 ** (len(module.dim_mult) - 1) == PIXELS
+            and 2 ** (len(module.dim_mult) - 1) == PIXELS and module.encoder.conv1.in_channels == self.colours
             and all(layer.kernel_size[0] == 1 for layer in module.modules() if type(layer) is CausalConv3d)
         )  # fmt: skip
 
-    def _spec(self, name: str, module: WanVAE, dtype: str, latent: bool) -> TensorSpec:
-        decodes, pixels = self.role is Role.VAE_DECODER, 1 if latent else PIXELS
-        colours = module.decoder.head[-1].out_channels if decodes else module.encoder.conv1.in_channels
-        channels = module.z_dim if latent else colours
-        return TensorSpec(name, dtype, (BATCH, channels, Dim("H", up=pixels), Dim("W", up=pixels)))
+    def channels(self, module: WanVAE) -> int:
+        return module.z_dim
 
     def function(self, module: WanVAE) -> torch.nn.Module:
-        return (_Decoder if self.role is Role.VAE_DECODER else _Encoder)(module)
+        return (_Decoder if self.decodes else _Encoder)(module)
 
 
 class _Decoder(wan_vae._Decoder):
@@ -70,9 +68,8 @@ class _Encoder(wan_vae._Encoder):
         return super().behind(result).squeeze(2)
 
 
-_SIZES = Sizes("VAE", 64, 1024, 1536)
 NEEDS = wan_vae.NEEDS
 ARCHITECTURES = (
-    QwenImageVAE(_SIZES, "qwen_image21_vae_decoder", Role.VAE_DECODER, 0, PIXELS),
-    QwenImageVAE(_SIZES, "qwen_image21_vae_encoder", Role.VAE_ENCODER, 0, PIXELS),
+    QwenImageVAE(SIZES, "qwen_image21_vae_decoder", Role.VAE_DECODER),
+    QwenImageVAE(SIZES, "qwen_image21_vae_encoder", Role.VAE_ENCODER),
 )

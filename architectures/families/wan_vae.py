@@ -22,10 +22,9 @@ from comfy.ldm.wan import vae2_2 as wan22
 from .. import Role
 from ..blocks import in_blocks
 from ..calls import Binding, EngineCall
-from ..shapes import Sizes, TensorSpec
 from ..sizes import EACH, LATENT
-from ..vae_sizes import VideoVAESizes
-from .autoencoder import attention, bind_images, doubled
+from ..vae_sizes import SIZES, VideoVAESizes, bind_images
+from .autoencoder import attention, doubled
 
 KEPT = 2
 """Frames that a causal convolution reads of the chunk before."""
@@ -46,8 +45,6 @@ class WanAutoencoder(VideoVAESizes):
             video.
     """
 
-    name: str
-    role: Role
     still_values: int
     video_values: int
     pixels: int = LATENT
@@ -56,29 +53,22 @@ class WanAutoencoder(VideoVAESizes):
     only_live = "frames that are computed from frames before them"
 
     def matches(self, module: torch.nn.Module) -> bool:
-        return type(module) is self.module and not module.attn_scales and _pixels(module) == self.pixels
+        colours = module.encoder.conv1.in_channels // _patch(module) ** 2 if type(module) is self.module else 0
+        return colours == self.colours and not module.attn_scales and _pixels(module) == self.pixels
 
     def working_memory(self, call: Mapping[str, int], dtype: torch.dtype) -> int:
         """Return the bytes that a compiled call needs besides its weights."""
         values = self.video_values if call["L"] else self.still_values
         return values * self.pixels**2 * call["H"] * call["W"] * dtype.itemsize
 
-    def inputs(self, module: torch.nn.Module, dtype: str) -> list[TensorSpec]:
-        """See ``Architecture``: latents, or pixels from -1 to 1."""
-        return [self._spec("images", module, dtype, latent=self.role is Role.VAE_DECODER)]
-
-    def outputs(self, module: torch.nn.Module, dtype: str) -> list[TensorSpec]:
-        return [self._spec("result", module, dtype, latent=self.role is Role.VAE_ENCODER)]
-
-    def _spec(self, name: str, module: torch.nn.Module, dtype: str, latent: bool) -> TensorSpec:
-        shape = self.latents(module.z_dim) if latent else self.pictures(_colours(module, self.role))
-        return TensorSpec(name, dtype, shape)
+    def channels(self, module: torch.nn.Module) -> int:
+        return module.z_dim
 
     def binding(self, module: torch.nn.Module) -> Binding:
-        return bind_images if self.role is Role.VAE_DECODER else _bind_pixels
+        return bind_images if self.decodes else bind_pixels
 
     def function(self, module: torch.nn.Module) -> torch.nn.Module:
-        return (_Decoder if self.role is Role.VAE_DECODER else _Encoder)(module)
+        return (_Decoder if self.decodes else _Encoder)(module)
 
 
 def _patch(module: torch.nn.Module) -> int:
@@ -91,13 +81,7 @@ def _pixels(module: torch.nn.Module) -> int:
     return 2 ** (len(module.dim_mult) - 1) * _patch(module)
 
 
-def _colours(module: torch.nn.Module, role: Role) -> int:
-    if role is Role.VAE_DECODER:
-        return module.decoder.head[-1].out_channels // _patch(module) ** 2
-    return module.encoder.conv1.in_channels // _patch(module) ** 2
-
-
-def _bind_pixels(call: Mapping[str, Any]) -> EngineCall:
+def bind_pixels(call: Mapping[str, Any]) -> EngineCall:
     """Leave frames out that make no whole latent frame, as native does."""
     images = call["images"]
     return bind_images({**call, "images": images[:, :, : 1 + (images.shape[2] - 1) // EACH * EACH]})
@@ -295,7 +279,6 @@ def _added(
     return x + (own(around, outside, first) if isinstance(around, wan22.DupUp3D) else own(around, outside))
 
 
-_SIZES = Sizes("VAE", 64, 1024, 1536)
 NEEDS = (
     "comfy.ldm.wan.vae:AttentionBlock",
     "comfy.ldm.wan.vae:Resample",
@@ -311,8 +294,8 @@ NEEDS = (
 )
 
 ARCHITECTURES = (
-    WanAutoencoder(_SIZES, "wan21_vae_decoder", Role.VAE_DECODER, 1500, 7000),
-    WanAutoencoder(_SIZES, "wan21_vae_encoder", Role.VAE_ENCODER, 1000, 6000),
-    WanAutoencoder(_SIZES, "wan22_vae_decoder", Role.VAE_DECODER, 4000, 8000, 2 * LATENT, wan22.WanVAE),
-    WanAutoencoder(_SIZES, "wan22_vae_encoder", Role.VAE_ENCODER, 2000, 3300, 2 * LATENT, wan22.WanVAE),
+    WanAutoencoder(SIZES, "wan21_vae_decoder", Role.VAE_DECODER, 1500, 7000),
+    WanAutoencoder(SIZES, "wan21_vae_encoder", Role.VAE_ENCODER, 1000, 6000),
+    WanAutoencoder(SIZES, "wan22_vae_decoder", Role.VAE_DECODER, 4000, 8000, 2 * LATENT, wan22.WanVAE),
+    WanAutoencoder(SIZES, "wan22_vae_encoder", Role.VAE_ENCODER, 2000, 3300, 2 * LATENT, wan22.WanVAE),
 )
