@@ -50,11 +50,12 @@ CASES = {
     "wan_vae_encode_480_81": Case("wan21", "encode", 832, 480, 81),
     "wan22_vae_decode_704_121": Case("wan22", "decode", 1280, 704, 121),
     "h3_vae_decode_480_124": Case("h3", "decode", 832, 480, 124),
+    "ltx2_vae_decode_704_121": Case("ltx2", "decode", 1280, 704, 121),
     "hunyuan15_vae_decode_480_81": Case("hunyuan15", "decode", 832, 480, 81),
     "hunyuan_image_vae_decode_2048": Case("hunyuan_image", "decode", 2048, 2048),
 }
-VIDEOS = ("wan21", "wan22", "h3", "hunyuan15")
-UNITS = {"wan22": 16, "h3": 16, "hunyuan15": 16, "hunyuan_image": 32}
+VIDEOS = ("wan21", "wan22", "h3", "ltx2", "hunyuan15")
+UNITS = {"wan22": 16, "h3": 16, "ltx2": 32, "hunyuan15": 16, "hunyuan_image": 32}
 """Pixels of a latent element along each side, where these are not 8."""
 HUNYUAN = {"in_channels": 3, "out_channels": 3, "num_res_blocks": 2}
 HUNYUAN15 = {**HUNYUAN, "block_out_channels": [128, 256, 512, 1024, 1024], "z_channels": 32, "ffactor_spatial": 16,
@@ -67,6 +68,7 @@ def loaded(case: Case, comfyui: Path, base: Path) -> Any:
     """Return ComfyUI's VAE with random weights."""
     import comfy.sd
     import comfy.utils
+    from comfy.ldm.lightricks.vae.causal_video_autoencoder import VideoVAE
     from comfy.ldm.minimax.vae import MiniMaxH3VideoVAE
     from comfy.ldm.wan import vae as wan21
     from comfy.ldm.wan import vae2_2 as wan22
@@ -76,7 +78,7 @@ def loaded(case: Case, comfyui: Path, base: Path) -> Any:
         return comfy.sd.VAE(sd=comfy.utils.load_torch_file(str(path)))
     with torch.device("meta"):
         module = {"wan21": lambda: wan21.WanVAE(**WAN21), "wan22": lambda: wan22.WanVAE(**WAN22),
-                  "h3": MiniMaxH3VideoVAE,
+                  "h3": MiniMaxH3VideoVAE, "ltx2": lambda: VideoVAE(config=ltx2(VideoVAE)),
                   "hunyuan15": lambda: hunyuan("vae_refiner", "EmptyRegularizer", HUNYUAN15),
                   "hunyuan_image": lambda: hunyuan("vae", "DiagonalGaussianRegularizer", HUNYUAN_IMAGE),
                   }[case.file]()  # fmt: skip
@@ -85,7 +87,12 @@ def loaded(case: Case, comfyui: Path, base: Path) -> Any:
         draw = torch.randn(weight.shape, generator=generator)
         kernel = weight.ndim > 1 and "gamma" not in name
         weights[name] = draw * weight[0].numel() ** -0.5 if kernel else 0.05 * draw + (0.0 if "bias" in name else 1.0)
-    return comfy.sd.VAE(sd=weights)
+    return comfy.sd.VAE(sd=weights, metadata={"config": json.dumps({"vae": ltx2(VideoVAE)})})
+
+
+def ltx2(kind: Any) -> dict[str, Any]:
+    """Return the settings of LTX-2's VAE, which its file holds."""
+    return kind.get_default_config(None, 2) | {"timestep_conditioning": False}
 
 
 def hunyuan(place: str, regularizer: str, sizes: dict[str, Any]) -> torch.nn.Module:
@@ -103,7 +110,8 @@ def given_to(case: Case, vae: Any) -> torch.Tensor:
     video = case.file in VIDEOS
     sides, frames = (case.height, case.width), [case.frames] if video else []
     if case.call == "decode":
-        latents = (case.frames - 5) // 17 * 5 + 2 if case.file == "h3" else (case.frames - 1) // 4 + 1
+        latents = (case.frames - 1) // (8 if case.file == "ltx2" else 4) + 1
+        latents = (case.frames - 5) // 17 * 5 + 2 if case.file == "h3" else latents
         sides, frames = tuple(side // unit for side in sides), [latents] if video else []
     shape = (1, vae.latent_channels if case.call == "decode" else 3, *frames, *sides)
     given = torch.randn(shape, generator=torch.Generator().manual_seed(5)).to(vae.device, vae.vae_dtype)
