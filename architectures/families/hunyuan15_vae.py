@@ -26,7 +26,7 @@ from .wan_vae import KEPT, Kept, bind_pixels
 
 PIXELS = 2 * LATENT
 TIMES = [False, False, True, True]
-"""Whether the encoder's layers that halve the sides halve the frames, too; the decoder's are the other way round."""
+"""True for those of the encoder's layers that halve frames as well as sides; the decoder's are the other way round."""
 
 FILE_MARKS = ()
 """No file of a diffusion model is known by its VAE."""

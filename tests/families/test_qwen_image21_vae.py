@@ -27,7 +27,7 @@ COMPILED, KINDS = 2, {Role.VAE_DECODER: 12, Role.VAE_ENCODER: 15}
 
 
 def natives(role: Role, vae: wan22.WanVAE, images: torch.Tensor) -> torch.Tensor:
-    """What newer servers decode and encode, by Wan 2.2's layers."""
+    """Decode or encode as newer servers do, by Wan 2.2's layers."""
     if role is Role.VAE_ENCODER:
         return vae.conv1(vae.encoder(images.unsqueeze(2))).chunk(2, 1)[0].squeeze(2)
     x = vae.decoder.middle(vae.decoder.conv1(vae.conv2(images.unsqueeze(2))))
