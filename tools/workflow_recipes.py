@@ -22,23 +22,13 @@ from workflow_transformers import (
 from workflow_variants import (
     advanced,
     compare,
-    four_controlnets,
-    image_to_image,
-    lora,
     repaint,
-    text_to_image,
     two_controlnets,
-    two_passes,
 )
 
 RECIPES: tuple[Recipe, ...] = (
-    text_to_image(),
-    lora(),
-    image_to_image(),
-    two_passes(),
     two_controlnets("sd15_two_controlnets", SD15),
     two_controlnets("sdxl_two_controlnets", SDXL),
-    four_controlnets(),
     repaint(),
     compare(),
     advanced(),

@@ -50,23 +50,10 @@ def _two(image: Image.Image, kinds: tuple[str, str] = ("edges", "depth")) -> Non
     image.paste(_scene("picture", 300), (276, TOP))
 
 
-def _four(image: Image.Image) -> None:
-    for number, kind in enumerate(("edges", "depth", "pose", "lines")):
-        image.paste(_scene(kind, 112), (MARGIN + number % 2 * 120, TOP + 34 + number // 2 * 120))
-    _arrow(image, 272, 300)
-    image.paste(_scene("picture", 232), (344, TOP + 34))
-
-
 def _prompt(image: Image.Image) -> None:
     draw = ImageDraw.Draw(image)
     for number, words in enumerate(("a house", "by a lake,", "morning light")):
         draw.text((MARGIN, TOP + 80 + number * 50), words, TEXT, _font(36))
-    _arrow(image, 264, 300)
-    image.paste(_scene("picture", 232), (344, TOP + 34))
-
-
-def _repaint(image: Image.Image) -> None:
-    image.paste(_scene("winter", 232), (MARGIN, TOP + 34))
     _arrow(image, 264, 300)
     image.paste(_scene("picture", 232), (344, TOP + 34))
 
@@ -78,12 +65,6 @@ def _lora(image: Image.Image) -> None:
     draw.text((300, TOP + 126), "LoRA", TEXT, _font(34), anchor="mm")
     draw.polygon([(278, TOP + 170), (278, TOP + 220), (326, TOP + 195)], TEXT)
     image.paste(_scene("picture", 200), (376, TOP + 50))
-
-
-def _passes(image: Image.Image) -> None:
-    image.paste(_scene("picture", 110).resize((12, 12)).resize((110, 110)), (MARGIN, TOP + 95))
-    _arrow(image, 158, 300)
-    image.paste(_scene("picture", 300), (264, TOP))
 
 
 def _advanced(image: Image.Image) -> None:
@@ -144,8 +125,7 @@ def _video(image: Image.Image) -> None:
 
 
 DRAWN: dict[str, Callable[[Image.Image], None]] = {
-    "sd15_text_to_image": _prompt, "sd15_lora": _lora, "sd15_image_to_image": _repaint, "sd15_two_passes": _passes,
-    "sd15_two_controlnets": _two, "sdxl_two_controlnets": _two, "sd15_controlnet_stack": _four,
+    "sd15_two_controlnets": _two, "sdxl_two_controlnets": _two,
     "sd15_img2img_controlnet": _held, "sd15_compare_native_and_engines": _compare, "sd15_advanced": _advanced,
     "sd15_depth_and_pose": partial(_two, kinds=("depth", "pose")), "sd15_webcam": _webcam, "sd15_video": _video,
     **dict.fromkeys(("flux1_text_to_image", "zimage_text_to_image", "krea2_text_to_image", "qwen_text_to_image"),

@@ -1,4 +1,4 @@
-"""The shipped workflows: from a prompt, with a LoRA, from a picture, in two passes, with ControlNets, and compared."""
+"""The shipped workflows of Stable Diffusion: with ControlNets, repainted, with advanced nodes, and compared."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from workflow_parts import (
     sampler,
 )
 
-RANGES = ((0.8, 0.0, 1.0), (0.6, 0.0, 0.7), (0.7, 0.1, 0.9), (0.4, 0.3, 1.0))
+RANGES = ((0.8, 0.0, 1.0), (0.6, 0.0, 0.7))
 """Strength, start and end of each row of the stack."""
 TWO = ((0.7, 0.0, 1.0), (0.4, 0.0, 1.0))
 FIRST_RUN = "Press **Run**. The first run builds what is missing, which takes minutes; later runs find it."
@@ -37,98 +37,6 @@ TOLD = "*TRT Report* says how many models were accelerated, *What ran where* sho
     "keeps the picture."
 SIZES = "Pictures of {} to {} pixels are accelerated. For others choose the sizes on *TRT Accelerate*."
 LAST = group("4 Sample", SAMPLE, ["sampler", "decode", "report"], ["ran", "save"])
-
-
-def text_to_image() -> Recipe:
-    """A prompt becomes a picture, by one node more than without engines."""
-    text = f"""# Text to image, accelerated
-
-A prompt becomes a picture, the same one as without this pack, only sooner.
-
-1. **1 Model**: choose your checkpoint.
-2. {FIRST_RUN}
-
-*TRT Accelerate* is the only node that you need besides those that you know: the model goes through it on its way to \
-*KSampler*. ControlNets may go through it too. {TOLD}
-"""
-    nodes = {"note": note(text)} | loaders(SD15) | accelerate() | latent(SD15) | prompts()
-    nodes |= {"sampler": sampler("latent.LATENT")} | results()
-    return recipe("sd15_text_to_image", SD15, "text to image", nodes, [
-        group("1 Model", MODELS, ["note", "checkpoint"]),
-        group("2 Accelerate", ENGINES, ["accelerate"]),
-        group("3 Prompt", CONTROLS, ["positive", "negative", "latent"]), LAST,
-    ])
-
-
-def lora() -> Recipe:
-    """A LoRA changes the model before it is accelerated."""
-    text = f"""# A LoRA, accelerated
-
-A LoRA changes the style of the picture, and the model with the LoRA is accelerated.
-
-1. **1 Model and LoRA**: choose your checkpoint and your LoRA.
-2. {FIRST_RUN}
-
-All LoRAs go before *TRT Accelerate*; put more of them behind *Load LoRA*. With the torch backend, which NVIDIA cards \
-use, another LoRA or another **strength_model** needs no new build.
-"""
-    file = {"lora_name": "add_detail.safetensors", "strength_model": 0.8, "strength_clip": 0.8}
-    lora = node("LoraLoader", "Load LoRA", file, {"model": "checkpoint.MODEL", "clip": "checkpoint.CLIP"}, (330, 0))
-    nodes = {"note": note(text)} | loaders(SD15) | {"lora": lora} | accelerate(model="lora.MODEL")
-    nodes |= latent(SD15) | prompts("lora.CLIP") | {"sampler": sampler("latent.LATENT")} | results()
-    return recipe("sd15_lora", SD15, "LoRA", nodes, [
-        group("1 Model and LoRA", MODELS, ["note", "checkpoint", "lora"]),
-        group("2 Accelerate", ENGINES, ["accelerate"]),
-        group("3 Prompt", CONTROLS, ["positive", "negative", "latent"]), LAST,
-    ])
-
-
-def image_to_image() -> Recipe:
-    """A picture and a prompt become another picture."""
-    text = f"""# Image to image, accelerated
-
-A picture is painted anew after a prompt.
-
-1. **1 Model**: choose your checkpoint.
-2. **3 Picture and prompt**: put in *Picture to repaint*, and say what it shall become.
-3. {FIRST_RUN}
-
-**denoise** on *KSampler* says how much may change: 0.3 a little, 0.8 nearly all. {SIZES.format(256, 1024)}
-"""
-    nodes = {"note": note(text)} | loaders(SD15) | accelerate() | _picture() | prompts()
-    nodes |= {"sampler": sampler("encode.LATENT", denoise=0.6)} | results()
-    return recipe("sd15_image_to_image", SD15, "image to image", nodes, [
-        group("1 Model", MODELS, ["note", "checkpoint"]),
-        group("2 Accelerate", ENGINES, ["accelerate"]),
-        group("3 Picture and prompt", CONTROLS, ["image", "encode"], ["positive", "negative"]), LAST,
-    ])
-
-
-def two_passes() -> Recipe:
-    """A small picture is made, enlarged, and worked out again."""
-    text = f"""# Upscale in two passes, accelerated
-
-A picture of 512 pixels is made first, then enlarged and worked out again at 768. So it gets details without a second \
-head or house.
-
-1. **1 Model**: choose your checkpoint.
-2. {FIRST_RUN}
-
-Both samplers take their model from *TRT Accelerate*, and one engine runs both sizes. **scale_by** on *Upscale Latent \
-By* says how much larger, **denoise** on *Second pass* how much may change.
-"""
-    nodes = {"note": note(text)} | loaders(SD15) | accelerate() | latent(SD15) | prompts() | {
-        "first": sampler("latent.LATENT", title="First pass"),
-        "larger": node("LatentUpscaleBy", None, {"upscale_method": "bislerp", "scale_by": 1.5},
-                       {"samples": "first.LATENT"}, (300, 0)),
-        "sampler": sampler("larger.LATENT", denoise=0.5, title="Second pass"),
-    } | results()
-    return recipe("sd15_two_passes", SD15, "upscale in two passes", nodes, [
-        group("1 Model", MODELS, ["note", "checkpoint"]),
-        group("2 Accelerate", ENGINES, ["accelerate"]),
-        group("3 Prompt", CONTROLS, ["positive", "negative", "latent"]),
-        group("4 Two passes", SAMPLE, ["first", "larger", "sampler"], ["decode", "report", "ran"], ["save"]),
-    ])
 
 
 def two_controlnets(name: str, family: Family) -> Recipe:
@@ -154,30 +62,6 @@ Two pictures hold the shape of a new one: one by its {first}, one by its {second
         group("1 Models", MODELS, ["note", "checkpoint", "net_1", "net_2"]),
         group("2 Accelerate", ENGINES, ["accelerate"]),
         group("3 ControlNets", CONTROLS, ["image_1", "image_2"], ["positive", "negative", "apply"]),
-        group("4 Sample", SAMPLE, ["latent", "sampler", "decode"], ["report", "ran", "save"]),
-    ])
-
-
-def four_controlnets() -> Recipe:
-    """Four ControlNets, each with a strength and a range of its own."""
-    text = f"""# SD 1.5 with four ControlNets, accelerated
-
-Four ControlNets hold one picture, each with its own image, **strength**, **start** and **end** on *TRT Apply \
-ControlNet*. Here the depth lets go at 70 % of the steps and the lines come in at 30 %. Strength 0 switches a row off.
-
-1. **1 Models**: choose your checkpoint and your ControlNets.
-2. **3 ControlNets**: put in *Control image 1* to *4*.
-3. {FIRST_RUN}
-
-An engine runs only in its range: *What ran where* shows how many calls each of them had.
-"""
-    nodes = {"note": note(text, 360)} | _accelerated(SD15, 4, RANGES) | latent(SD15)
-    nodes |= {"sampler": sampler("latent.LATENT", applied=True)} | results()
-    return recipe("sd15_controlnet_stack", SD15, "four ControlNets", nodes, [
-        group("1 Models", MODELS, ["note", "checkpoint", "net_1", "net_2", "net_3", "net_4"]),
-        group("2 Accelerate", ENGINES, ["accelerate"]),
-        group("3 ControlNets", CONTROLS, ["image_1", "image_2"], ["image_3", "image_4"],
-              ["positive", "negative", "apply"]),
         group("4 Sample", SAMPLE, ["latent", "sampler", "decode"], ["report", "ran", "save"]),
     ])
 

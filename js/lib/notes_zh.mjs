@@ -16,56 +16,14 @@ const MORE = (least, most) => `更多 ControlNet：*TRT 加速* 最多接受四�
 const LCM = "LoRA 是 *latent-consistency/lcm-lora-sdv1-5* 的 *pytorch_lora_weights.safetensors*，以所示的文件名保存：有了它四步就够了。";
 
 const CHOOSE = "选择您的模型、文本编码器和 VAE。";
-const VAE_NOT = "VAE 不经过 *TRT 加速*：能解码视频的 VAE 以正常速度运行。";
+const VAE_TOO = "*TRT 加速* 接受模型和 VAE，并输出加速后的两者。";
 
 /** First line of an English note -> the whole note in Chinese. */
 export const NOTES = {
-    "# Text to image, accelerated": `# 文生图，已加速
-
-由提示词生成图片，与不使用本节点包时相同，只是更快。
-
-1. **1 Model**：选择您的 checkpoint。
-2. ${RUN}
-
-除了您熟悉的节点，只需要一个 *TRT 加速*：模型经过它再到 *K采样器*。ControlNet 也可以经过它。${TOLD}`,
-    "# A LoRA, accelerated": `# LoRA，已加速
-
-LoRA 改变图片的风格，带 LoRA 的模型会被加速。
-
-1. **1 Model and LoRA**：选择您的 checkpoint 和 LoRA。
-2. ${RUN}
-
-所有 LoRA 都放在 *TRT 加速* 之前；更多 LoRA 接在 *Load LoRA* 之后。使用 torch 后端（NVIDIA 显卡）时，更换 LoRA 或改变其强度不需要重新构建。`,
-    "# Image to image, accelerated": `# 图生图，已加速
-
-按照提示词重画一张图片。
-
-1. **1 Model**：选择您的 checkpoint。
-2. **3 Picture and prompt**：放入 *Picture to repaint*，并写出它应该变成什么。
-3. ${RUN}
-
-*K采样器* 上的**降噪**决定改变多少：0.3 很少，0.8 几乎全部。${SIZES(256, 1024)}`,
-    "# Upscale in two passes, accelerated": `# 两次采样放大，已加速
-
-先生成 512 像素的图片，再放大并以 768 像素重新细化。这样细节更多，又不会出现第二个头或第二座房子。
-
-1. **1 Model**：选择您的 checkpoint。
-2. ${RUN}
-
-两个采样器的模型都来自 *TRT 加速*，一个引擎运行两种尺寸。*Upscale Latent By* 上的 **scale_by** 决定放大多少，*Second pass* 上的**降噪**决定改变多少。`,
     "# SD 1.5 with two ControlNets, accelerated": `# SD 1.5，两个 ControlNet，已加速\n\n${TWO}\n\n${MORE(256, 1024)}`,
     "# SDXL with two ControlNets, accelerated": `# SDXL，两个 ControlNet，已加速\n\n${TWO}
 
 这两个 ControlNet 是 *diffusers/controlnet-canny-sdxl-1.0* 和 *diffusers/controlnet-depth-sdxl-1.0* 的 *diffusion_pytorch_model.fp16.safetensors*，以所示的文件名保存。\n\n${MORE(512, 1536)}`,
-    "# SD 1.5 with four ControlNets, accelerated": `# SD 1.5，四个 ControlNet，已加速
-
-四个 ControlNet 共同控制一张图片，*TRT 应用 ControlNet* 的每一行都有自己的图像、**强度**、**起点**和**终点**。这里深度在 70 % 的步数处停止，线条从 30 % 处开始。强度 0 关闭该行。
-
-1. **1 Models**：选择您的 checkpoint 和 ControlNet。
-2. **3 ControlNets**：在 *Control image 1* 到 *4* 中放入图像。
-3. ${RUN}
-
-引擎只在各自的区间内运行：*What ran where* 显示每个引擎的调用次数。`,
     "# Repaint with a ControlNet, accelerated": `# 用 ControlNet 重画，已加速
 
 重画一张图片，由 ControlNet 保持形状，因此可以改变很多。
@@ -135,7 +93,7 @@ ${LCM}`,
 1. **1 Models**：选择您的模型、文本编码器和 VAE。
 2. ${RUN}
 
-*TRT 加速* 接受模型和 VAE，并输出加速后的两者。**引导**决定图片多么贴近提示词；改变它不需要重新构建。${TOLD}`,
+${VAE_TOO}**引导**决定图片多么贴近提示词；改变它不需要重新构建。${TOLD}`,
     "# Flux.1 with a ControlNet, accelerated": `# Flux.1，一个 ControlNet，已加速
 
 一张图像用边缘决定新图片的形状。ControlNet 与模型一起被加速。
@@ -152,7 +110,7 @@ ${LCM}`,
 1. **1 Models**：${CHOOSE}
 2. ${RUN}
 
-*TRT 加速* 接受模型和 VAE，并输出加速后的两者。提示词只为所有步数编码一次。LoRA 放在 *TRT 加速* 之前。${TOLD}`,
+${VAE_TOO}提示词只为所有步数编码一次。LoRA 放在 *TRT 加速* 之前。${TOLD}`,
     "# Krea 2, accelerated": `# Krea 2，已加速
 
 由任意长度的提示词生成图片，与不使用本节点包时相同，只是更快。
@@ -160,7 +118,7 @@ ${LCM}`,
 1. **1 Models**：${CHOOSE}
 2. ${RUN}
 
-${VAE_NOT}LoRA 放在 *TRT 加速* 之前。${TOLD}`,
+${VAE_TOO}LoRA 放在 *TRT 加速* 之前。${TOLD}`,
     "# Qwen-Image, accelerated": `# Qwen-Image，已加速
 
 由任意长度的提示词生成图片，与不使用本节点包时相同，只是更快。
@@ -168,7 +126,7 @@ ${VAE_NOT}LoRA 放在 *TRT 加速* 之前。${TOLD}`,
 1. **1 Models**：${CHOOSE}
 2. ${RUN}
 
-${VAE_NOT}InstantX 的 ControlNet 也可以经过 *TRT 加速*。${TOLD}`,
+${VAE_TOO}InstantX 的 ControlNet 也可以经过 *TRT 加速*。${TOLD}`,
     "# Qwen-Image-Edit, accelerated": `# Qwen-Image-Edit，已加速
 
 按照提示词修改一张图片，其余部分保持不变。
@@ -177,7 +135,7 @@ ${VAE_NOT}InstantX 的 ControlNet 也可以经过 *TRT 加速*。${TOLD}`,
 2. **3 Picture and prompt**：放入 *Picture to change*，并在 *Prompt* 中写出要改变什么。
 3. ${RUN}
 
-第二张和第三张图像接到 *Prompt* 和 *Negative prompt*，文字中称它们为 picture 2 和 picture 3。${VAE_NOT}${TOLD}`,
+第二张和第三张图像接到 *Prompt* 和 *Negative prompt*，文字中称它们为 picture 2 和 picture 3。${VAE_TOO}${TOLD}`,
 };
 
 /** A template's note in Chinese, or as it is. */
@@ -187,15 +145,15 @@ export function inChinese(note) {
 
 /** @type {[RegExp, string][]} */
 const PARTS = [
-    [/^(\d) ControlNets$/, "$1 ControlNet"], [/^(\d) Models$/, "$1 模型"], [/^(\d) Model$/, "$1 模型"], [/^(\d) Model and LoRA$/, "$1 模型和 LoRA"], [/^(\d) Engines$/, "$1 引擎"], [/^(\d) Accelerate$/, "$1 加速"],
-    [/^(\d) Sample$/, "$1 采样"], [/^(\d) Compare$/, "$1 比较"], [/^(\d) Two passes$/, "$1 两遍采样"], [/^(\d) Accelerated$/, "$1 已加速"], [/^(\d) On engines$/, "$1 已加速"],
+    [/^(\d) ControlNets$/, "$1 ControlNet"], [/^(\d) Models$/, "$1 模型"], [/^(\d) Engines$/, "$1 引擎"], [/^(\d) Accelerate$/, "$1 加速"],
+    [/^(\d) Sample$/, "$1 采样"], [/^(\d) Compare$/, "$1 比较"], [/^(\d) Accelerated$/, "$1 已加速"], [/^(\d) On engines$/, "$1 已加速"],
     [/^(\d) (Without|Native)$/, "$1 未加速"], [/^(\d) Images and prompts$/, "$1 图像和提示词"], [/^(\d) Pictures? and prompt$/, "$1 图像和提示词"], [/^(\d) Prompt$/, "$1 提示词"],
     [/^(\d) Stream$/, "$1 流"], [/^(\d) Video and prompt$/, "$1 视频和提示词"], [/^Video$/, "视频"], [/^(\d) Depth and pose$/, "$1 深度和姿势"], [/^Depth$/, "深度"], [/^Pose$/, "姿势"], [/^Depth as an image$/, "深度图像"], [/^Pose as an image$/, "姿势图像"], [/^Load SDPose$/, "加载 SDPose"], [/^No picture yet$/, "还没有图像"],
     [/^(\d) ControlNet$/, "$1 ControlNet"], [/^No negative prompt$/, "没有负面提示词"], [/^Type of control$/, "控制类型"], [/^Picture to change$/, "要修改的图像"], [/^How pictures go in \(prompt\)$/, "图像如何进入（提示词）"], [/^How pictures go in \(negative prompt\)$/, "图像如何进入（负面提示词）"],
     [/^Load ControlNet\b/, "加载 ControlNet"], [/^Apply ControlNet\b/, "应用 ControlNet"], [/^Load LoRA$/, "加载 LoRA"], [/^Control image\b/, "控制图像"], [/^TRT ControlNet Engine\b/, "TRT ControlNet 引擎"],
-    [/^What ran where$/, "运行情况"], [/^Second pass$/, "第二遍"], [/^First pass$/, "第一遍"], [/^Negative prompt$/, "负面提示词"], [/^Prompt$/, "提示词"], [/^Picture to repaint$/, "要重绘的图像"],
+    [/^What ran where$/, "运行情况"], [/^Negative prompt$/, "负面提示词"], [/^Prompt$/, "提示词"], [/^Picture to repaint$/, "要重绘的图像"],
     [/^How to use this workflow$/, "使用说明"], [/^KSampler \((without|native)\)$/, "K采样器（未加速）"], [/^VAE Decode \((without|native)\)$/, "VAE解码（未加速）"], [/^KSampler \(accelerated\)$/, "K采样器（已加速）"],
-    [/ \(edges\)$/, "（边缘）"], [/ \(depth\)$/, "（深度）"], [/ \(pose\)$/, "（姿势）"], [/ \(lines\)$/, "（线条）"],
+    [/ \(edges\)$/, "（边缘）"], [/ \(depth\)$/, "（深度）"], [/ \(pose\)$/, "（姿势）"],
 ];
 
 const translated = (title) => PARTS.reduce((now, [part, words]) => now.replace(part, words), title);

@@ -74,7 +74,7 @@ def engine_values(page: ComfyPage) -> dict[str, Any]:
     return {name: value for name, value in page.widgets("TRTUNetEngine").items() if name in OWN}
 
 
-@slow.when("vue", but=["sd15_text_to_image"])
+@slow.when("vue", but=["sd15_two_controlnets"])
 @slow.when("litegraph", but=["sd15_advanced", "sdxl_two_controlnets"])
 @pytest.mark.parametrize("name", IN_PAGES)
 def test_a_template_opens_converts_and_is_saved_on_the_oldest_page(

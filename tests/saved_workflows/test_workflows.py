@@ -18,14 +18,9 @@ from workflow_to_prompt import VIRTUAL, Prompt, bypass, set_widget, to_prompt
 
 #: Calls in four steps: of the UNet, and of all ControlNets together, each in its range.
 CALLS = {
-    "sd15_text_to_image": (4, 0),
-    "sd15_lora": (4, 0),
-    "sd15_image_to_image": (4, 0),
-    "sd15_two_passes": (8, 0),
     "sd15_two_controlnets": (4, 8),
     "sd15_advanced": (4, 8),
     "sd15_img2img_controlnet": (4, 4),
-    "sd15_controlnet_stack": (4, 12),
     "sd15_compare_native_and_engines": (4, 7),
 }
 ENCODES_TEXT = ("CLIPTextEncode", "TextEncodeQwenImageEditPlus")
@@ -91,11 +86,9 @@ def test_files_name_nothing_of_the_machine_that_made_them(name: str, text: str) 
 
 IN_THE_PAGE = ("sd15_two_controlnets", "sd15_advanced")
 """``test_workflows_in_page.py`` runs them there."""
-LIKE_OTHERS = (*IN_THE_PAGE, "sd15_text_to_image", "sd15_image_to_image")
-"""Those, and two that have nothing of their own."""
 
 
-@pytest.mark.parametrize("name", slow.cases({name: name for name in CALLS}, LIKE_OTHERS))
+@pytest.mark.parametrize("name", slow.cases({name: name for name in CALLS}, IN_THE_PAGE))
 def test_they_run_on_engines(sd15: ComfyProcess, object_info: dict[str, Any], name: str) -> None:
     prompt = to_prompt(with_tiny_models(shipped(name), object_info), object_info)
     history = sd15.queue(prompt, timeout=300)
