@@ -34,7 +34,9 @@ from tiny_transformers import (
     hunyuan_shapes,
     krea2_shapes,
     ltx2_shapes,
+    ltx_vae_shapes,
     minimax_h3_shapes,
+    plain_lora_shapes,
     qwen_image21_shapes,
     qwen_image_control_shapes,
     qwen_image_shapes,
@@ -150,7 +152,8 @@ def _write(recipe: Recipe, path: Path, pool: ThreadPoolExecutor) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_suffix(f".{os.getpid()}.tmp")
     try:
-        settings = {"config": json.dumps({"transformer": recipe.parts[0].config})} if part.network == "ltx2" else {}
+        config = {_IN_METADATA[part.network]: part.config for part in recipe.parts if part.network in _IN_METADATA}
+        settings = {"config": json.dumps(config)} if config else {}
         save_file(tensors, temporary, metadata={METADATA_KEY: recipe.digest, **settings})
         os.replace(temporary, path)
     finally:
@@ -366,7 +369,12 @@ _SHAPES: dict[str, Callable[[dict[str, Any]], Shapes]] = {
     "quantised_flux": partial(_quantised_shapes, of=flux_shapes), "flux_lora": _flux_lora_shapes,
     "qwen_image": qwen_image_shapes, "krea2": krea2_shapes, "qwen_image_control": qwen_image_control_shapes,
     "wan": wan_shapes, "anima": anima_shapes, "anima_lllite": anima_lllite_shapes, "hunyuan": hunyuan_shapes,
-    "minimax_h3": minimax_h3_shapes, "ltx2": ltx2_shapes, "qwen_image21": qwen_image21_shapes}
+    "minimax_h3": minimax_h3_shapes, "ltx2": ltx2_shapes, "qwen_image21": qwen_image21_shapes,
+    "ltx_vae": ltx_vae_shapes,
+    "krea2_lora": partial(plain_lora_shapes, of=krea2_shapes, ends=(".attn.wq", ".mlp.up")),
+    "wan_lora": partial(plain_lora_shapes, of=wan_shapes, ends=(".self_attn.q", ".ffn.2"))}
+_IN_METADATA = {"ltx2": "transformer", "ltx_vae": "vae"}
+"""Networks whose sizes are in a file's metadata, and by which name."""
 _DRAW: dict[str, Callable[[Part, str, tuple[int, ...]], torch.Tensor]] = {
     "taesd": _draw_taesd, "vae": _draw_vae, "controlnet": _draw_controlnet,
     "flux_pixel_controlnet": _draw_controlnet, "control_lora": _draw_low_rank,

@@ -21,6 +21,7 @@ from tiny_transformers import (
     LTX2,
     LTX23,
     LTX25,
+    LTX_VAE,
     MINIMAX_H3,
     MINIMAX_H3_PRUNED,
     QWEN_IMAGE,
@@ -146,6 +147,8 @@ RECIPES: dict[str, Recipe] = {recipe.name: recipe for recipe in (
         Part("ltx2", 110, LTX2 | {"rope_type": "interleaved"}),)),
     Recipe("diffusion_models/tiny_ltx23.safetensors", (Part("ltx2", 111, LTX23),)),
     Recipe("diffusion_models/tiny_ltx25.safetensors", (Part("ltx2", 112, LTX25),)),
+    Recipe("checkpoints/tiny_ltx23_checkpoint.safetensors", (
+        Part("ltx2", 111, LTX23, "model.diffusion_model."), Part("ltx_vae", 113, LTX_VAE, "vae."))),
     Recipe("diffusion_models/tiny_minimax_h3.safetensors", (Part("minimax_h3", 107, MINIMAX_H3),)),
     Recipe("diffusion_models/tiny_minimax_h3_pruned.safetensors", (Part("minimax_h3", 108, MINIMAX_H3_PRUNED),)),
     Recipe("vae/tiny_sdxl_taesd.safetensors", (Part("taesd", 1, {"scale": 0.13025}),)),
@@ -178,6 +181,8 @@ RECIPES: dict[str, Recipe] = {recipe.name: recipe for recipe in (
     Recipe("controlnet/tiny_sd15_control_lora.safetensors", (Part("control_lora", 61, SD15 | {"rank": 4}),)),
     Recipe("loras/tiny_sd15_lora.safetensors", (Part("lora", 71, SD15 | {"rank": 4}),)),
     Recipe("loras/tiny_zimage_lora.safetensors", (Part("zimage_lora", 73, ZIMAGE | {"rank": 4}),)),
+    Recipe("loras/tiny_krea2_lora.safetensors", (Part("krea2_lora", 74, KREA2 | {"rank": 4}),)),
+    Recipe("loras/tiny_wan_lora.safetensors", (Part("wan_lora", 75, WAN | {"rank": 4}),)),
     Recipe("loras/tiny_sdxl_lora.safetensors", (Part("lora", 72, SDXL | {"rank": 4}),)),
     Recipe("loras/tiny_flux1_lora.safetensors", (Part("flux_lora", 73, FLUX1 | {"rank": 4}),)),
 )}

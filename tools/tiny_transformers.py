@@ -79,6 +79,15 @@ LTX23 = LTX2 | {"caption_proj_before_connector": True, "cross_attention_adaln": 
 #: 2.5; ComfyUI 0.30.0 does not know these two settings, and makes a 2.3 of it.
 LTX25 = LTX23 | {"ff_bias": False, "use_keyframes_abs_pos_embedding": True}
 
+#: The VAE of LTX-2.0 and 2.3, whose settings are in the file of the model.
+_RES, _UP = ["res_x", {"num_layers": 1}], ["compress_all", {"residual": True, "multiplier": 2}]
+LTX_VAE = {"dims": 3, "in_channels": 3, "out_channels": 3, "latent_channels": 128, "norm_layer": "pixel_norm",
+           "patch_size": 4, "latent_log_var": "uniform", "use_quant_conv": False, "causal_decoder": False,
+           "encoder_base_channels": 8, "decoder_base_channels": 8,
+           "encoder_blocks": [_RES, *([f"compress_{of}_res", {"multiplier": 2}]
+                                      for of in ("space", "time", "all", "all"))],
+           "decoder_blocks": [_RES, _UP, _RES, _UP, _UP, _RES]}  # fmt: skip
+
 #: What ComfyUI reads off no file of Anima, and the rest of its sizes. What makes its prompts ready is small: ComfyUI
 #: has just one size of it, and runs it by itself.
 ANIMA = {"num_blocks": 2, "num_heads": 2}
@@ -167,6 +176,15 @@ def zimage_lora_shapes(config: dict[str, Any]) -> Shapes:
             shapes[f"diffusion_model.{one}.lora_A.weight"] = (rank, shape[1])
             shapes[f"diffusion_model.{one}.lora_B.weight"] = (shape[0] // len(stems), rank)
     return shapes
+
+
+def plain_lora_shapes(config: dict[str, Any], of: Callable[[dict[str, Any]], Shapes], ends: tuple[str, ...]) -> Shapes:
+    """A LoRA in ComfyUI's naming on the layers whose names end so."""
+    config = dict(config)
+    rank = config.pop("rank")
+    found = {name.removesuffix(".weight"): shape for name, shape in of(config).items()}
+    return {f"diffusion_model.{stem}.lora_{part}.weight": sizes for stem, shape in found.items() if stem.endswith(ends)
+            for part, sizes in (("A", (rank, shape[1])), ("B", (shape[0], rank)))}  # fmt: skip
 
 
 def flux_shapes(config: dict[str, Any]) -> Shapes:
@@ -281,6 +299,13 @@ def ltx2_shapes(config: dict[str, Any]) -> Shapes:
     from comfy.ldm.lightricks.av_model import LTXAVModel
 
     return shapes_of(lambda: LTXAVModel(**config, operations=comfy.ops.disable_weight_init))
+
+
+def ltx_vae_shapes(config: dict[str, Any]) -> Shapes:
+    """Names and shapes of the weights of an LTX-2's VAE."""
+    from comfy.ldm.lightricks.vae.causal_video_autoencoder import VideoVAE
+
+    return shapes_of(lambda: VideoVAE(config=config))
 
 
 def anima_shapes(config: dict[str, Any]) -> Shapes:

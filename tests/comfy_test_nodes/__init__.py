@@ -190,6 +190,11 @@ def fun_patch(version: str, other: bool = False) -> model_patcher.ModelPatcher:
     return tiny.control(other=other, **tiny.VERSIONS[version][1])
 
 
+def h3_vae(vae_name: str) -> Any:
+    """Return a tiny VAE of MiniMax H3, whose size is in no file."""
+    return _support("tiny_h3_vae").load()
+
+
 def _support(name: str) -> Any:
     """Return a module that the tests share, which may take others of theirs."""
     for folder in (SUPPORT, TOOLS):
@@ -322,6 +327,7 @@ NODES = [
     _node("TestFunPatch", fun_patch, [
         io.String.Input("version", default="2.1"), io.Boolean.Input("other", default=False, optional=True)],
         io.Custom("MODEL_PATCH")),
+    _node("TestH3VAE", h3_vae, [io.String.Input("vae_name")], io.Vae),
     _node("TestToyModel", toy_model, [SEED], io.Model, io.ControlNet),
     # what stands in the loop is no input of its start
     _node("TestStartLoop", start_loop, [integer("first", 0, 0), integer("step", 1, 1), integer("count", 2, 1, 8)],

@@ -18,7 +18,8 @@ from hybrid_trt.comfy_model.network import NativeNetwork
 from hybrid_trt.engine_library import Unavailable
 from hybrid_trt.engine_library.engine import relative_error
 from hybrid_trt.sampling.vae import vae_with_engines
-from vaes import as_vae, drawn, engine_of
+from tiny_h3_vae import drawn
+from vaes import as_vae, engine_of
 
 LIMIT = 1e-5
 SIZES = RequestedSizes(64, 64, 64)

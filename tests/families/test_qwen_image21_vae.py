@@ -15,7 +15,8 @@ from hybrid_trt.comfy_model.network import NativeNetwork
 from hybrid_trt.engine_library import Unavailable
 from hybrid_trt.engine_library.engine import relative_error
 from hybrid_trt.sampling.vae import EngineVAEModel
-from vaes import as_vae, drawn, engine_of
+from tiny_h3_vae import drawn
+from vaes import as_vae, engine_of
 
 LIMIT = 1e-5
 COLOURS = 4

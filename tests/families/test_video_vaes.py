@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny_h3_vae
 import torch
 from comfy.ldm.lightricks.vae.causal_video_autoencoder import VideoVAE
-from comfy.ldm.minimax import vae as minimax
 from comfy.sd import VAE
 from compiling import COMPILES
 from hybrid_trt.architectures import Role
@@ -19,17 +19,13 @@ from hybrid_trt.comfy_model.network import NativeNetwork
 from hybrid_trt.engine_library import Unavailable
 from hybrid_trt.engine_library.engine import relative_error
 from hybrid_trt.sampling.vae import vae_with_engines
-from vaes import as_vae, drawn, engine_of
+from tiny_h3_vae import drawn
+from tiny_transformers import LTX_VAE as LTX
+from vaes import as_vae, engine_of
 
 LIMIT = 1e-5
 CPU = torch.device("cpu")
 SIZES = RequestedSizes(64, 64, 64)
-RES, UP = ["res_x", {"num_layers": 1}], ["compress_all", {"residual": True, "multiplier": 2}]
-LTX = {"dims": 3, "in_channels": 3, "out_channels": 3, "latent_channels": 128, "norm_layer": "pixel_norm",
-       "patch_size": 4, "latent_log_var": "uniform", "use_quant_conv": False, "causal_decoder": False,
-       "encoder_base_channels": 8, "decoder_base_channels": 8,
-       "encoder_blocks": [RES, *([f"compress_{of}_res", {"multiplier": 2}] for of in ("space", "time", "all", "all"))],
-       "decoder_blocks": [RES, UP, RES, UP, UP, RES]}  # fmt: skip
 OTHER_LAYERS = [["res_x", 1], ["compress_all", 1], ["res_x_y", 1], ["compress_space", 1], ["compress_time", 1],
                 ["compress_all", 1]]  # fmt: skip
 CALLS = {"h3": ((1, 4, 6), (2, 3, 5), (7, 4, 4), (12, 20, 17), (1, 1, 1), (1, 33, 2), (3, 16, 16)),
@@ -39,15 +35,9 @@ on, which is the example's."""
 KINDS = {"h3": 1, "ltx": 8}
 
 
-def tiny(kind: str, monkeypatch: pytest.MonkeyPatch) -> VAE:
+def tiny(kind: str) -> VAE:
     """ComfyUI's VAE with a tiny network and random weights."""
-    if kind == "ltx":
-        return ltx(LTX)
-    real, decoder = minimax.MiniMaxH3VideoVAE, minimax.ViT3DDecoder
-    with monkeypatch.context() as patch:
-        patch.setattr(minimax, "ViT3DDecoder", lambda **sizes: decoder(**sizes, num_layers=2, heads=2, dim_head=32))
-        patch.setattr(minimax, "MiniMaxH3VideoVAE", lambda: real(ch=32))
-        return VAE(sd=drawn(minimax.MiniMaxH3VideoVAE()), device=CPU, dtype=torch.float32)
+    return ltx(LTX) if kind == "ltx" else tiny_h3_vae.load()
 
 
 def ltx(config: Mapping[str, Any]) -> VAE:
@@ -66,7 +56,7 @@ def latent(sizes: tuple[int, ...], channels: int, seed: int) -> torch.Tensor:
 @COMPILES
 @pytest.mark.parametrize("kind", CALLS)
 def test_one_build_decodes_every_still_and_video(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    vae = tiny(kind, monkeypatch)
+    vae = tiny(kind)
     handle = engine_of(vae, Role.VAE_DECODER, tmp_path, "torch", SIZES)
     backed, plain = vae_with_engines(vae, {Role.VAE_DECODER: handle}), []
     with torch.inference_mode():  # as in ComfyUI's server
@@ -122,7 +112,7 @@ def test_each_decoder_of_ltx_gives_what_native_does(changes: dict[str, Any]) -> 
 
 @pytest.mark.parametrize("changes", [
     {"timestep_conditioning": True},
-    {"decoder_blocks": [["res_x", {"num_layers": 1, "inject_noise": True}], UP, UP, UP]},
+    {"decoder_blocks": [["res_x", {"num_layers": 1, "inject_noise": True}], *3 * [LTX["decoder_blocks"][1]]]},
     {"norm_layer": "group_norm", "decoder_base_channels": 32, "encoder_base_channels": 32}],
     ids=["noise of a timestep", "noise", "norms over all frames"])  # fmt: skip
 def test_decoders_that_draw_noise_or_look_at_all_frames_run_at_normal_speed(changes: dict[str, Any]) -> None:
@@ -136,7 +126,7 @@ def test_decoders_that_draw_noise_or_look_at_all_frames_run_at_normal_speed(chan
 def test_it_says_what_it_decodes_and_encodes_at_normal_speed(
     kind: str, pixels: int, latents: dict[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    vae = tiny(kind, monkeypatch)
+    vae = tiny(kind)
     network = NativeNetwork.of_vae(vae, Role.VAE_DECODER, "a VAE")
     architecture = network.architecture()
     for frames, count in latents.items():

@@ -21,17 +21,6 @@ from hybrid_trt.sampling.engine_handle import EngineHandle
 SIZES = RequestedSizes(64, 128, 256)
 
 
-def drawn(module: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Random weights for a VAE."""
-    generator, found = torch.Generator().manual_seed(3), {}
-    for name, weight in module.state_dict().items():
-        draw = torch.randn(weight.shape, generator=generator)
-        around_one = "gamma" in name or (weight.ndim == 1 and any(part in name for part in ("scale", "norm", "std")))
-        kernel = weight.ndim > 1
-        found[name] = 0.1 * draw + 1 if around_one else draw * weight[0].numel() ** -0.5 if kernel else 0.05 * draw
-    return found
-
-
 def as_vae(module: torch.nn.Module) -> SimpleNamespace:
     """A VAE as far as the pack reads it."""
     patcher = comfy_patcher.ModelPatcher(module, torch.device("cpu"), torch.device("cpu"))
