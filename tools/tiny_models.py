@@ -360,17 +360,16 @@ def _lora(of: Callable[[dict[str, Any]], Shapes], config: dict[str, Any]) -> Sha
 
 _SHAPES: dict[str, Callable[[dict[str, Any]], Shapes]] = {
     "unet": _unet_shapes, "controlnet": _controlnet_shapes, "taesd": _taesd_shapes, "vae": _vae_shapes,
-    "video_vae": _video_vae_shapes, "nothing": _nothing_shapes,
+    "video_vae": _video_vae_shapes, "nothing": _nothing_shapes, "ltx_vae": ltx_vae_shapes,
     "clip_l": _clip_l_shapes, "t2i_adapter": _t2i_adapter_shapes, "control_lora": _control_lora_shapes,
     "lora": _lora_shapes, "zimage": zimage_shapes, "quantised_unet": _quantised_shapes,
     "quantised_zimage": partial(_quantised_shapes, of=zimage_shapes), "zimage_lora": zimage_lora_shapes,
-    "flux": flux_shapes, "flux_controlnet": flux_controlnet_shapes,
+    "flux": flux_shapes, "flux_controlnet": flux_controlnet_shapes, "flux_lora": _flux_lora_shapes,
     "flux_pixel_controlnet": flux_pixel_controlnet_shapes,
-    "quantised_flux": partial(_quantised_shapes, of=flux_shapes), "flux_lora": _flux_lora_shapes,
+    "quantised_flux": partial(_quantised_shapes, of=flux_shapes),
     "qwen_image": qwen_image_shapes, "krea2": krea2_shapes, "qwen_image_control": qwen_image_control_shapes,
     "wan": wan_shapes, "anima": anima_shapes, "anima_lllite": anima_lllite_shapes, "hunyuan": hunyuan_shapes,
     "minimax_h3": minimax_h3_shapes, "ltx2": ltx2_shapes, "qwen_image21": qwen_image21_shapes,
-    "ltx_vae": ltx_vae_shapes,
     "krea2_lora": partial(plain_lora_shapes, of=krea2_shapes, ends=(".attn.wq", ".mlp.up")),
     "wan_lora": partial(plain_lora_shapes, of=wan_shapes, ends=(".self_attn.q", ".ffn.2"))}
 _IN_METADATA = {"ltx2": "transformer", "ltx_vae": "vae"}

@@ -89,16 +89,20 @@ SETTINGS = {"when_missing": "build now"}
 """Widgets of nodes with engines; the sizes stay 0, which is what fits the model."""
 FOLDERS = {"ckpt_name": "checkpoints", "control_net_name": "controlnet", "lora_name": "loras",
            "unet_name": "diffusion_models", "clip_name": "text_encoders", "clip_name1": "text_encoders",
-           "clip_name2": "text_encoders", "vae_name": "vae", "model_name": "geometry_estimation"}
+           "clip_name2": "text_encoders", "text_encoder": "text_encoders", "vae_name": "vae",
+           "model_name": "geometry_estimation", "name": "model_patches"}
 """Widgets that name a model's file, and the folder below models."""
 APP = (
-    ("CLIPTextEncode", ("text",)), ("TextEncodeQwenImageEditPlus", ("prompt",)), ("LoadImage", ("image",)),
-    ("LoraLoader", ("lora_name", "strength_model")),
+    ("CLIPTextEncode", ("text",)), ("TextEncodeQwenImageEditPlus", ("prompt",)), ("MiniMaxH3ImageToVideo", ("prompt",)),
+    ("LoadImage", ("image",)), ("LoraLoader", ("lora_name", "strength_model")),
+    ("LoraLoaderModelOnly", ("lora_name", "strength_model")), ("ZImageFunControlnet", ("strength",)),
     ("TRTApplyControlNet", ("rows.strength_1", "rows.strength_2", "rows.strength_3", "rows.strength_4")),
     ("CheckpointLoaderSimple", ("ckpt_name",)), ("UNETLoader", ("unet_name",)),
     ("EmptyLatentImage", ("width", "height")), ("EmptySD3LatentImage", ("width", "height")),
-    ("FluxGuidance", ("guidance",)), ("KSampler", ("denoise", "seed")), ("LoadVideo", ("file",)),
-    ("TRTStream", ("denoise", "seed")),
+    *((kind, ("width", "height", "length")) for kind in (
+        "EmptyHunyuanLatentVideo", "WanImageToVideo", "MiniMaxH3ImageToVideo", "EmptyLTXVLatentVideo")),
+    ("FluxGuidance", ("guidance",)), ("KSampler", ("denoise", "seed")), ("KSamplerAdvanced", ("noise_seed",)),
+    ("SamplerCustom", ("noise_seed",)), ("LoadVideo", ("file",)), ("TRTStream", ("denoise", "seed")),
 )
 """Widgets that App mode shows, in this order."""
 SAVES = ("SaveImage", "SaveVideo")
@@ -142,8 +146,8 @@ def app_mode(nodes: Nodes) -> dict[str, Any]:
 
 
 def _in_app(widget: str, values: dict[str, Any]) -> bool:
-    """Return whether a widget matters here; a whole denoise is nobody's choice."""
-    return widget in values and (widget, values[widget]) != ("denoise", 1.0)
+    """Return whether a widget matters here; a whole denoise and the seed of no noise are nobody's choice."""
+    return widget in values and (widget, values[widget]) not in (("denoise", 1.0), ("noise_seed", 0))
 
 
 def note(text: str, height: int = 300) -> dict[str, Any]:
@@ -175,11 +179,10 @@ def control_images(family: Family, nets: int) -> Nodes:
     }
 
 
-def prompts(clip: str = "checkpoint.CLIP") -> Nodes:
+def prompts(clip: str = "checkpoint.CLIP", text: str = "a house by a lake, morning light, photograph") -> Nodes:
     """The prompt and the negative prompt."""
     return {
-        "positive": node("CLIPTextEncode", "Prompt", {"text": "a house by a lake, morning light, photograph"},
-                         {"clip": clip}, (300, 130)),
+        "positive": node("CLIPTextEncode", "Prompt", {"text": text}, {"clip": clip}, (300, 130)),
         "negative": node("CLIPTextEncode", "Negative prompt", {"text": "blurry, low quality, text, watermark"},
                          {"clip": clip}, (300, 130)),
     }
@@ -226,6 +229,15 @@ def results(sampled: str = "sampler.LATENT", vae: str = "accelerate.vae") -> Nod
         "ran": node("PreviewImage", "What ran where", {}, {"images": "report.chart"}, (360, 390)),
         "save": node("SaveImage", None, {"filename_prefix": "hybrid-trt"}, {"images": PICTURE}, (360, 340)),
     }
+
+
+def video(fps: float, sampled: str, vae: str = "accelerate.vae", **sound: str) -> Nodes:
+    """The video behind the last sampler, and behind it the report and its chart."""
+    nodes = results(sampled, vae)
+    nodes["joined"] = node("CreateVideo", None, {"fps": fps}, {"images": PICTURE, **sound}, (360, 0))
+    nodes["save"] = node("SaveVideo", None, {"filename_prefix": "video/hybrid-trt"}, {"video": "joined.VIDEO"},
+                         (360, 340))
+    return nodes
 
 
 def recipe(name: str, family: Published, title: str, nodes: Nodes, groups: list[dict[str, Any]]) -> Recipe:

@@ -51,11 +51,15 @@ def _two(image: Image.Image, kinds: tuple[str, str] = ("edges", "depth")) -> Non
 
 
 def _prompt(image: Image.Image) -> None:
+    _words(image)
+    image.paste(_scene("picture", 232), (344, TOP + 34))
+
+
+def _words(image: Image.Image) -> None:
     draw = ImageDraw.Draw(image)
     for number, words in enumerate(("a house", "by a lake,", "morning light")):
         draw.text((MARGIN, TOP + 80 + number * 50), words, TEXT, _font(36))
     _arrow(image, 264, 300)
-    image.paste(_scene("picture", 232), (344, TOP + 34))
 
 
 def _lora(image: Image.Image) -> None:
@@ -113,24 +117,57 @@ def _webcam(image: Image.Image) -> None:
 
 
 def _video(image: Image.Image) -> None:
-    draw = ImageDraw.Draw(image)
-    for left, kind in ((MARGIN, "winter"), (344, "picture")):
-        draw.rectangle((left, TOP, left + 232, TOP + 300), "#101010")
-        for side in (left + 8, left + 208):
-            for hole in range(8):
-                draw.rectangle((side, TOP + 10 + 36 * hole, side + 16, TOP + 30 + 36 * hole), "#d0d0d0")
-        for number in range(2):
-            image.paste(_scene(kind, 144), (left + 44, TOP + 4 + 148 * number))
+    _film(image, MARGIN, "winter")
     _arrow(image, 264, 300)
+    _film(image, 344)
+
+
+def _told(image: Image.Image) -> None:
+    _words(image)
+    _film(image, 344)
+
+
+def _moved(image: Image.Image) -> None:
+    image.paste(_scene("picture", 232), (MARGIN, TOP + 34))
+    _arrow(image, 264, 300)
+    _film(image, 344)
+
+
+def _film(image: Image.Image, left: int, kind: str = "picture") -> None:
+    draw = ImageDraw.Draw(image)
+    draw.rectangle((left, TOP, left + 232, TOP + 300), "#101010")
+    for side in (left + 8, left + 208):
+        for hole in range(8):
+            draw.rectangle((side, TOP + 10 + 36 * hole, side + 16, TOP + 30 + 36 * hole), "#d0d0d0")
+    for number in range(2):
+        image.paste(_scene(kind, 144), (left + 44, TOP + 4 + 148 * number))
+
+
+def _three(image: Image.Image) -> None:
+    for number, kind in enumerate(("picture", "winter", "lines")):
+        image.paste(_scene(kind, 96), (MARGIN, TOP + number * 102))
+    _arrow(image, 158, 300)
+    image.paste(_scene("winter", 300), (264, TOP))
+
+
+def _fill(image: Image.Image) -> None:
+    image.paste(_scene("picture", 232), (MARGIN, TOP + 34))
+    ImageDraw.Draw(image).ellipse((MARGIN + 40, TOP + 100, MARGIN + 170, TOP + 230), "#101010")
+    _arrow(image, 264, 300)
+    image.paste(_scene("picture", 232), (344, TOP + 34))
 
 
 DRAWN: dict[str, Callable[[Image.Image], None]] = {
-    "sd15_two_controlnets": _two, "sdxl_two_controlnets": _two,
-    "sd15_img2img_controlnet": _held, "sd15_compare_native_and_engines": _compare, "sd15_advanced": _advanced,
-    "sd15_depth_and_pose": partial(_two, kinds=("depth", "pose")), "sd15_webcam": _webcam, "sd15_video": _video,
     **dict.fromkeys(("flux1_text_to_image", "zimage_text_to_image", "krea2_text_to_image", "qwen_text_to_image"),
                     _prompt),
-    "flux1_controlnet": _one, "qwen_edit": _changed,
+    **dict.fromkeys(("zimage_lora", "krea2_lora"), _lora),
+    **dict.fromkeys(("flux1_controlnet", "zimage_control"), _one),
+    **dict.fromkeys(("flux2_edit", "flux1_kontext"), _changed), "qwen_edit": _three, "flux1_fill": _fill,
+    "zimage_compare": _compare, "wan22_image_to_video": _moved,
+    **dict.fromkeys(("wan22_text_to_video", "minimax_h3_text_to_video", "ltx23_text_to_video"), _told),
+    "sd15_two_controlnets": _two, "sdxl_two_controlnets": _two, "sd15_img2img_controlnet": _held,
+    "sd15_advanced": _advanced, "sd15_depth_and_pose": partial(_two, kinds=("depth", "pose")),
+    "sd15_webcam": _webcam, "sd15_video": _video,
 }  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""The shipped workflows of Stable Diffusion: with ControlNets, repainted, with advanced nodes, and compared."""
+"""The shipped workflows of Stable Diffusion: with ControlNets, repainted, and with advanced nodes."""
 
 from __future__ import annotations
 
@@ -118,49 +118,6 @@ model on it. *TRT ControlNet Engine 1* and *2* give out a ControlNet that runs o
         group("2 Engines", ENGINES, ["unet_engine", "engine_1", "engine_2"]),
         group("3 ControlNets", CONTROLS, ["image_1", "image_2"], ["positive", "negative", "apply"]),
         group("4 Sample", SAMPLE, ["patch", "latent", "sampler", "decode"], ["report", "ran", "save"]),
-    ])
-
-
-def compare() -> Recipe:
-    """The same seed twice: by ComfyUI alone and accelerated."""
-    text = """# With and without, side by side
-
-The same picture twice: in **4 Without** by ComfyUI alone, in **5 Accelerated** with *TRT Accelerate*. *Save Image* \
-keeps both side by side (left without), *TRT Compare* says how much differs and shows it (black: nothing), *What ran \
-where* every call.
-
-1. **1 Models**: choose your checkpoint and your ControlNets.
-2. **3 Images and prompts**: put in *Control image 1* and *2*.
-3. Press **Run** twice, and compare the times that ComfyUI shows on the two samplers. The first run also builds.
-
-Half precision rounds differently in an engine, so a faint difference is normal.
-"""
-    nodes = {"note": note(text, 380)} | _accelerated(SD15, 2, RANGES[:2]) | latent(SD15)
-    nodes |= {"sampler": sampler("latent.LATENT", applied=True, title="KSampler (accelerated)")} | results()
-    positive, negative = "positive.CONDITIONING", "negative.CONDITIONING"
-    for i, (strength, start, end) in enumerate(RANGES[:2], start=1):
-        nodes[f"native_{i}"] = node(
-            "ControlNetApplyAdvanced", f"Apply ControlNet {i} ({SD15.nets[i - 1][0]})",
-            {"strength": strength, "start_percent": start, "end_percent": end},
-            {"positive": positive, "negative": negative, "control_net": f"net_{i}.CONTROL_NET",
-             "image": f"image_{i}.IMAGE"}, (300, 0))
-        positive, negative = f"native_{i}.positive", f"native_{i}.negative"
-    nodes["native_sampler"] = sampler("latent.LATENT", "checkpoint.MODEL", title="KSampler (without)")
-    nodes["native_sampler"]["inputs"] |= {"positive": positive, "negative": negative}
-    nodes["native_decode"] = node("VAEDecode", "VAE Decode (without)", {},
-                                  {"samples": "native_sampler.LATENT", "vae": "checkpoint.VAE"}, (360, 0))
-    nodes["both"] = node("ImageStitch", None, {"direction": "right"},
-                         {"image1": "native_decode.IMAGE", "image2": "decode.IMAGE"}, (360, 0))
-    nodes["compare"] = node("TRTCompare", None, {},
-                            {"normal": "native_decode.IMAGE", "accelerated": "decode.IMAGE"}, (360, 460))
-    nodes["save"] |= {"inputs": {"images": "both.IMAGE"}}
-    return recipe("sd15_compare_native_and_engines", SD15, "with and without", nodes, [
-        group("1 Models", MODELS, ["note", "checkpoint", "net_1", "net_2"]),
-        group("2 Accelerate", ENGINES, ["accelerate"]),
-        group("3 Images and prompts", CONTROLS, ["image_1", "image_2"], ["positive", "negative", "latent"]),
-        group("4 Without", MODELS, ["native_1", "native_2", "native_sampler", "native_decode"]),
-        group("5 Accelerated", SAMPLE, ["apply", "sampler"], ["decode", "report", "ran"]),
-        group("6 Compare", ENGINES, ["compare"], ["both", "save"]),
     ])
 
 

@@ -39,12 +39,12 @@ def small(opened: ComfyPage) -> ComfyPage:
     return opened
 
 
-OPENED_SMALL = ("sd15_two_controlnets", "sd15_depth_and_pose")
+OPENED_SMALL = ("wan22_image_to_video", "sd15_depth_and_pose")
 """The largest ones."""
 
 
 @pytest.mark.browser
-@slow.when("vue", but=["sd15_two_controlnets"])
+@slow.when("vue", but=["wan22_image_to_video"])
 @pytest.mark.parametrize("name", slow.cases({name: name for name in NAMES}, set(NAMES) - set(OPENED_SMALL)))
 def test_a_template_opens_readable_in_a_small_window(small: ComfyPage, name: str) -> None:
     """Its card has a name and a picture; its nodes can be read, start in the corner, and none covers another."""
@@ -83,7 +83,8 @@ def test_a_template_opens_readable_in_a_small_window(small: ComfyPage, name: str
         assert y + height <= HEIGHT, node
     ours = [socket["type"] for node in shipped(name)["nodes"] if engines_of(node) for socket in node["inputs"]
             if socket["link"] is not None]  # fmt: skip
-    encodes = "VAE" in ours and any(node["type"] in ("VAEEncode", "TRTStream") for node in shipped(name)["nodes"])
+    encodes = "VAE" in ours and any(node["type"] in ("VAEEncode", "InpaintModelConditioning", "TRTStream")
+                                    for node in shipped(name)["nodes"])
     engines = sum(map(engines_of, shipped(name)["nodes"])) + encodes
     missing = f"{engines} of {engines} engines are missing" if engines > 1 else "The engine is missing"
     raw.get_by_text(missing).first.wait_for(state="attached")
@@ -107,7 +108,8 @@ def overlaps(places: list[list[float]]) -> list[tuple[int, int]]:
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.name)
 def test_names_say_what_a_template_is_and_every_system_takes_them(recipe: Any) -> None:
-    assert re.fullmatch(r"(SD 1\.5|SDXL|Flux\.1|Z-Image|Krea 2|Qwen-Image) - [A-Za-z][A-Za-z ]+", recipe.title)
+    assert re.fullmatch(r"(SD 1\.5|SDXL|Flux\.[12]|Z-Image|Krea 2|Qwen-Image|Wan 2\.2|MiniMax H3|LTX-2\.3) - "
+                        r"[A-Za-z][A-Za-z ]+[A-Za-z8]", recipe.title)
     assert "_" not in recipe.title
     assert len(recipe.title) < 40
     assert not set(recipe.title) & set('<>:"/\\|?*%#')
@@ -141,10 +143,10 @@ PAGE = {"TRTReport": "TRT Report", "TRTApplyControlNet": "TRT Apply ControlNet",
         "KSampler": "KSampler", "TRTUNetEngine": "TRT UNet Engine", "TRTAccelerate": "TRT Accelerate",
         "TRTSamplerPatch": "TRT Sampler Patch", "LatentUpscaleBy": "Upscale Latent By",
         "TRTCompare": "TRT Compare", "TRTStream": "TRT Stream", "SaveVideo": "Save Video", "TRTFrame": "TRT Frame",
-        "LoadDA3Model": "Load Depth Anything 3"}  # fmt: skip
+        "LoadDA3Model": "Load Depth Anything 3", "VAEEncode": "VAE Encode"}  # fmt: skip
 """Names of nodes without a title of their own on the page."""
 WIDGETS = {"strength", "start", "end", "rows", "denoise", "strength_model", "scale_by", "seed", "steps", "frames",
-           "guidance"}  # fmt: skip
+           "guidance", "weight_dtype", "default", "cfg", "length", "frames_number", "first_frame", "last_frame"}
 
 
 # Blueprints: subgraphs that ComfyUI lists

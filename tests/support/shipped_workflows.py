@@ -8,12 +8,13 @@ from typing import Any
 
 import slow
 from workflow_recipes import RECIPES
-from workflow_transformers import TRANSFORMERS as RECIPES_OF_TRANSFORMERS
+from workflow_transformers import TRANSFORMERS as PICTURES
+from workflow_videos import VIDEOS
 
 FOLDER = Path(__file__).resolve().parents[2] / "workflows"
 NAMES = [recipe.name for recipe in RECIPES]
 TITLES = {recipe.name: recipe.title for recipe in RECIPES}
-TRANSFORMERS = [recipe.name for recipe in RECIPES_OF_TRANSFORMERS]
+TRANSFORMERS = [recipe.name for recipe in (*PICTURES, *VIDEOS)]
 IN_PAGES = slow.cases({name: name for name in NAMES}, set(TRANSFORMERS) - {"flux1_controlnet", "qwen_edit"})
 """All names for tests in the page; of transformers' workflows, which are alike there, the quick tests open two."""
 
