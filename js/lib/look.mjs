@@ -7,7 +7,7 @@ import { isLink, upstreamOf } from "./graph.mjs";
 /** Modes of nodes that no prompt holds. */
 export const MUTED = 2, BYPASSED = 4;
 /** What the server wants to know of nodes that no engine node depends on: its `picture_of`. */
-const SIZES = ["width", "height", "batch_size", "cfg"];
+const SIZES = ["width", "height", "length", "batch_size", "cfg"];
 
 /** @typedef {{id: string, prefix: string, node: any, host: Place | null}} Place a node, in one use of its subgraph */
 

@@ -52,7 +52,8 @@ LOOK = """async () => {
     const { ancestors, engineNodes } = await import('/extensions/hybrid-trt/lib/graph.mjs');
     const ids = engineNodes(app.rootGraph).flatMap(found => found.ids);
     const looked = new Look(app.rootGraph).prompt(ids), { output } = await app.graphToPrompt();
-    const latent = prompt => Object.values(prompt).filter(n => /Empty.*Latent/.test(n.class_type)).map(n => n.inputs);
+    const latent = prompt => Object.values(prompt).map(n => [n.class_type, n.inputs])
+        .filter(([kind]) => /Empty.*Latent(?!Audio)/.test(kind));
     return [looked, output].map(prompt => JSON.parse(JSON.stringify([ancestors(prompt, ids), latent(prompt)]))); }"""
 #: Above the UNet's engine node: a LoRA behind a reroute with a primitive on its strength, a bypassed one, both kinds
 #: with the engine node in a subgraph that shows the second strength outside, and a muted ControlNet loader.
