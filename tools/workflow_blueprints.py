@@ -8,24 +8,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from workflow_parts import (
-    CONTROLS,
-    ENGINES,
-    MODELS,
-    SAMPLE,
-    SD15,
-    Nodes,
-    Recipe,
-    accelerate,
-    apply,
-    group,
-    latent,
-    loaders,
-    node,
-    prompts,
-    recipe,
-    sampler,
-)
+from workflow_families import FLUX1, ZIMAGE, Transformer
+from workflow_parts import Recipe
+from workflow_transformers import text_to_image
 
 RESULT = "decode"
 """The node whose first output is the blueprint's."""
@@ -85,51 +70,18 @@ class Blueprint:
                 "links": [(numbers[origin], output, numbers[key], name) for origin, output, key, name in links]}
 
 
-def text_to_image() -> Blueprint:
-    """A prompt in, a picture out."""
-    nodes = loaders(SD15) | accelerate() | prompts() | latent(SD15) | {"sampler": sampler("latent.LATENT")} | _decode()
+def accelerated(name: str, family: Transformer) -> Blueprint:
+    """A prompt in, a picture out: the workflow of a family without what tells of it and keeps the picture."""
+    whole, left = text_to_image(name, family, ""), {"note", "report", "ran", "save"}
+    nodes = {key: entry for key, entry in whole.nodes.items() if key not in left}
+    groups = [one | {"columns": [[key for key in column if key in nodes] for column in one["columns"]]}
+              for one in whole.groups]  # fmt: skip
+    shown = {"prompt": "positive.text", "model": "model.unet_name", "guidance": "guidance.guidance",
+             "width": "latent.width", "height": "latent.height", "steps": "sampler.steps", "seed": "sampler.seed"}
     return Blueprint(
-        _named("blueprint_text_to_image", "Text to image, accelerated", nodes, [
-            group("Model", MODELS, ["checkpoint"]),
-            group("Accelerate", ENGINES, ["accelerate"]),
-            group("Prompt", CONTROLS, ["positive", "negative", "latent"]),
-            group("Sample", SAMPLE, ["sampler", "decode"]),
-        ]),
-        "Makes a picture from a prompt with Stable Diffusion, on compiled engines.",
-        {"prompt": "positive.text", "negative prompt": "negative.text", "checkpoint": "checkpoint.ckpt_name",
-         "width": "latent.width", "height": "latent.height", "steps": "sampler.steps", "seed": "sampler.seed"},
-    )
+        Recipe(name, f"{family.title} text to image, accelerated", nodes, groups),
+        f"Makes a picture from a prompt with {family.title}, on compiled engines.",
+        {shown_as: target for shown_as, target in shown.items() if target.split(".")[0] in nodes})
 
 
-def two_controlnets() -> Blueprint:
-    """A prompt and two control images in, a picture out."""
-    nodes = loaders(SD15, 2) | accelerate(2) | prompts() | apply(((0.7, 0.0, 1.0), (0.4, 0.0, 1.0))) | latent(SD15)
-    nodes["apply"]["inputs"] = {name: source for name, source in nodes["apply"]["inputs"].items()
-                                if not source.startswith("image")}
-    nodes |= {"sampler": sampler("latent.LATENT", applied=True)} | _decode()
-    return Blueprint(
-        _named("blueprint_two_controlnets", "Two ControlNets, accelerated", nodes, [
-            group("Models", MODELS, ["checkpoint", "net_1", "net_2"]),
-            group("Accelerate", ENGINES, ["accelerate"]),
-            group("ControlNets", CONTROLS, ["positive", "negative", "apply"]),
-            group("Sample", SAMPLE, ["latent", "sampler", "decode"]),
-        ]),
-        "Makes a picture from a prompt and two control images with Stable Diffusion, on compiled engines.",
-        {"image 1": "apply.rows.image_1", "image 2": "apply.rows.image_2", "prompt": "positive.text",
-         "negative prompt": "negative.text", "checkpoint": "checkpoint.ckpt_name",
-         "ControlNet 1": "net_1.control_net_name", "ControlNet 2": "net_2.control_net_name",
-         "strength 1": "apply.rows.strength_1", "strength 2": "apply.rows.strength_2",
-         "width": "latent.width", "height": "latent.height", "steps": "sampler.steps", "seed": "sampler.seed"},
-    )
-
-
-def _decode() -> Nodes:
-    return {RESULT: node("VAEDecode", None, {}, {"samples": "sampler.LATENT", "vae": "accelerate.vae"}, (300, 0))}
-
-
-def _named(name: str, title: str, nodes: Nodes, groups: list[dict[str, Any]]) -> Recipe:
-    made = recipe(name, SD15, "", nodes, groups)
-    return Recipe(name, title, made.nodes, made.groups)
-
-
-BLUEPRINTS = (text_to_image(), two_controlnets())
+BLUEPRINTS = (accelerated("blueprint_zimage", ZIMAGE), accelerated("blueprint_flux1", FLUX1))
