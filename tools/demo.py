@@ -192,14 +192,18 @@ def run(name: str, comfy: ComfyProcess, out: Path) -> dict[str, Any]:
 
 
 def failures(report: dict[str, Any]) -> list[str]:
-    """List what the demo promises and this run did not keep, a sentence each."""
+    """List what the demo promises and this run did not keep, a sentence each.
+
+    A VAE that decodes videos has engines with torch alone, which ``auto`` takes on a GPU.
+    """
     wrong, rows = [], report["networks"]
     if not report["latent_rel_err"] <= MAX_ERROR:
         wrong.append(f"the latents differ by {report['latent_rel_err']:.1e}, more than {MAX_ERROR:.0e}")
     if len(rows) < report["asked"]:
         wrong.append(f"{len(rows)} networks ran, and {report['asked']} were asked for an engine")
     for row in rows:
-        if row["native"] or not row["engine"]:
+        torch_alone = row["name"].startswith("VAE") and set(row["reasons"]) == {"unsupported model"}
+        if (row["native"] or not row["engine"]) and not torch_alone:
             name = row["name"]
             wrong.append(f"{name} ran {row['engine']} calls on its engine and {row['native']} native {row['reasons']}")
     return wrong

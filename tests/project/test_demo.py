@@ -17,12 +17,12 @@ from PIL import Image, ImageChops
 ROOT = Path(__file__).resolve().parents[2]
 
 
-#: Calls in eight steps; a ControlNet acts in its range, and a VAE that decodes videos has no engine.
-SAMPLED, DECODED = (8, 0), (1, 0)
+#: Calls in eight steps; a ControlNet acts in its range, and a VAE that decodes videos has no engine on a CPU.
+SAMPLED, DECODED, NATIVE = (8, 0), (1, 0), (0, 1)
 CALLS = {
     "sd15_two_controlnets": [SAMPLED] * 3 + [DECODED], "flux1_text_to_image": [SAMPLED, DECODED],
     "flux1_controlnet": [(7, 0), SAMPLED, DECODED], "zimage_text_to_image": [SAMPLED, DECODED],
-    "krea2_text_to_image": [SAMPLED], "qwen_text_to_image": [SAMPLED], "qwen_edit": [SAMPLED],
+    **dict.fromkeys(("krea2_text_to_image", "qwen_text_to_image", "qwen_edit"), [SAMPLED, NATIVE]),
 }  # fmt: skip
 
 
