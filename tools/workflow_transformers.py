@@ -199,7 +199,7 @@ def klein_edit() -> Recipe:
     nodes["sigmas"] = node("Flux2Scheduler", None, {"steps": 4}, size, (300, 0))
     nodes["sampler"] = custom_sampler("accelerate.model", "reference.CONDITIONING", "latent.LATENT", KLEIN.sampling)
     nodes |= results("sampler.output")
-    return recipe("flux2_edit", KLEIN, "edit", nodes, [
+    return recipe("flux2_edit", KLEIN, "klein edit", nodes, [
         *_first(nodes),
         group("3 Picture and prompt", CONTROLS, ["image", "scaled", "size"],
               ["positive", "encode", "reference", "negative"]),
