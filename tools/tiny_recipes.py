@@ -159,6 +159,7 @@ RECIPES: dict[str, Recipe] = {recipe.name: recipe for recipe in (
     # ComfyUI fixes the sizes of text encoders, none of which is tiny: this file can be chosen, not loaded
     Recipe("text_encoders/no_text_encoder.safetensors", (Part("nothing", 85),)),
     Recipe("geometry_estimation/no_depth_model.safetensors", (Part("nothing", 86),)),  # likewise
+    Recipe("text_encoders/demo_clip_l.safetensors", (Part("clip_l", 2, {}),)),
     Recipe("controlnet/tiny_sd15_a.safetensors", (Part("controlnet", 31, SD15, "control_model."),)),
     Recipe("controlnet/tiny_sd15_b.safetensors", (Part("controlnet", 32, SD15, "control_model."),)),
     Recipe("controlnet/tiny_sd15_flat_a.safetensors", (Part("controlnet", 33, SD15_FLAT, "control_model."),)),

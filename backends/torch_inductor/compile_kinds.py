@@ -147,9 +147,17 @@ def calls_of_blocks(function: torch.nn.Module, given: Sequence[torch.Tensor]) ->
 
 
 def _layers_of(block: torch.nn.Module) -> tuple:
-    """Return what tells a block's layers, their settings and weights, but for its number."""
+    """Return what tells a block's layers, their settings and weights, but for its number, and who computes it."""
     structure = tuple(line for line in structure_lines(block) if not _NUMBER.fullmatch(line))
-    return structure, tuple((name, weight.dtype) for name, weight in lifted(block).items())
+    return structure, tuple((name, weight.dtype) for name, weight in lifted(block).items()), _computed_by(block)
+
+
+def _computed_by(block: torch.nn.Module) -> str:
+    """Return the name of the family's function that computes a block; "" for its own forward."""
+    forward = vars(block).get("forward")
+    if not isinstance(forward, partial):
+        return ""
+    return f"{forward.func.__module__.rpartition('.')[2]}.{forward.func.__qualname__}"
 
 
 def _kinds_of(block: torch.nn.Module, calls: Sequence[Call]) -> dict[tuple, list[Call]]:

@@ -9,6 +9,7 @@ import torch
 from comfy import model_management
 from compiling import COMPILES
 from fake_recorder import Recorder
+from hybrid_trt.architectures.blocks import in_blocks
 from hybrid_trt.architectures.calls import RequestedCalls
 from hybrid_trt.architectures.shapes import RequestedSizes
 from hybrid_trt.backends.torch_inductor.compile_kinds import kinds_of
@@ -76,3 +77,20 @@ def test_layers_of_the_same_shape_are_of_one_kind(kind: str, layout: str, count:
     kinds, of = kinds_of(function, calls)
     assert all(len(own) == 1 for own in of)
     assert len(kinds) == count
+
+
+def _once(layer: torch.nn.Linear, x: torch.Tensor) -> torch.Tensor:
+    return x @ layer.weight
+
+
+def _twice(layer: torch.nn.Linear, x: torch.Tensor) -> torch.Tensor:
+    return 2 * (x @ layer.weight)
+
+
+def test_layers_alike_that_other_code_computes_are_of_another_kind() -> None:
+    network = torch.nn.ModuleList(torch.nn.Linear(4, 4) for _ in range(4)).requires_grad_(False)
+    network.blocks = (*in_blocks(network[:2], _once), *in_blocks(network[2:3], _twice), *in_blocks(network[3:]))
+    network.forward = lambda x: tuple(block(x) for block in network.blocks)
+    kinds, of = kinds_of(network, [[torch.randn(size, 4)] for size in (4, 8, 12)])
+    assert of == [(0,), (0,), (1,), (2,)]
+    assert len({kind.key for kind in kinds}) == 3, "nor does a library share their code"
