@@ -15,6 +15,7 @@ import argparse
 import copy
 import io
 import json
+import subprocess
 import sys
 import tarfile
 import time
@@ -37,7 +38,7 @@ RATE = {"vae": 5e-4, "unet": 3e-4, "controlnet": 3e-4}
 FILES = {"vae": "vae/demo_vae.safetensors", "unet": "diffusion_models/demo_unet.safetensors",
          "controlnet": "controlnet/demo_edges.safetensors"}  # fmt: skip
 """Networks, and their files in ComfyUI's folder of models."""
-SCALE = "|scale"
+ENCODER, SCALE = "demo_clip_l", "|scale"
 KEPT = 0.999
 """Part of the averaged weights that a step keeps."""
 SHOWN = ("red apple", "rocket", "snowman", "pizza", "owl", "guitar", "cactus", "sailboat", "strawberry", "trophy")
@@ -94,14 +95,15 @@ def ends_with_nothing(network: Any) -> None:
             torch.nn.init.zeros_(parameter)
 
 
-def encoded(names: list[str], comfyui: Path, folder: Path) -> Any:
+def encoded(names: list[str], comfyui: Path, folder: Path) -> torch.Tensor:
     """Return the vectors of names, and of an empty prompt in front, by the text encoder that a seed draws."""
-    sys.path.insert(0, str(Path(__file__).resolve().parent))
     import comfy.sd
-    import tiny_models
 
-    (path,) = tiny_models.make(folder, ["demo_clip_l"])
-    clip = comfy.sd.load_clip([str(path)], clip_type=comfy.sd.CLIPType.STABLE_DIFFUSION)
+    maker = Path(__file__).resolve().with_name("tiny_models.py")
+    made_so = ["--comfyui", str(comfyui), "--models", str(folder), ENCODER]
+    subprocess.run([sys.executable, str(maker), *made_so], check=True)  # which would have ComfyUI run on the CPU here
+    file = folder / "text_encoders" / f"{ENCODER}.safetensors"
+    clip = comfy.sd.load_clip([str(file)], clip_type=comfy.sd.CLIPType.STABLE_DIFFUSION)
     with torch.inference_mode():
         found = [clip.encode_from_tokens(clip.tokenize(name)).cpu() for name in ["", *names]]
     return torch.cat(found).clone()
@@ -235,7 +237,7 @@ def samples(unet: Any, vae: Any, texts: Any, numbers: list[int], cfg: float = 4.
     with torch.no_grad(), torch.autocast(DEVICE, torch.bfloat16):
         for now, then in pairs(steps):
             time_now = torch.full((2 * len(x),), float(now), device=DEVICE)
-            text = torch.cat([texts[numbers], texts[[0] * len(x)]]).float()
+            text = texts[[*numbers, *[0] * len(x)]].float()
             wanted, free = unet(torch.cat([x, x]), time_now, context=text).float().chunk(2)
             noise = free + cfg * (wanted - free)
             clean = (x - (1 - left[now]).sqrt() * noise) / left[now].sqrt()

@@ -117,7 +117,7 @@ NEEDS = (
     "comfy.ldm.models.autoencoder:AutoencodingEngine",
     "comfy.ldm.models.autoencoder:DiagonalGaussianRegularizer",
     "comfy.ldm.modules.diffusionmodules.model:AttnBlock",
-    "comfy.ldm.modules.diffusionmodules.model:ResnetBlock",
+    "comfy.ldm.modules.diffusionmodules.model:ResnetBlock.forward(self, x, temb, conv_carry_in, conv_carry_out)",
 )
 
 ARCHITECTURES = (

@@ -197,7 +197,8 @@ def test_sizes_survive_being_a_file_name() -> None:
     assert [s["B"] for s in ANY.examples(PROFILE).compiled] == [2, 1]
 
 
-@pytest.mark.parametrize("kind", [pytest.param("unet", marks=pytest.mark.slow), "controlnet"])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["unet", "controlnet"])
 @COMPILES
 def test_a_build_serves_other_weights_too(
     kind: str, tmp_path: Path, key_folder: Path

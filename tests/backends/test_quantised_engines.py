@@ -152,7 +152,7 @@ def test_loaded_quantised_weights_are_used_where_they_are() -> None:
 
 @pytest.mark.parametrize(("name", "count"), slow.cases(
     {"fp8, alone": ("fp8", 0), "fp8": ("fp8", 2), "int8": ("int8 convrot", 2), "fast, alone": (FAST, 0),
-     "fast": (FAST, 2)}, ["fp8, alone", "int8", "fast"]))  # fmt: skip
+     "fast": (FAST, 2)}, ["fp8, alone", "int8", "fast, alone", "fast"]))  # fmt: skip
 def test_an_engine_is_built_without_the_weights_and_serves_them_with_loras(
     name: str, count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -63,7 +63,8 @@ def given_to(role: Role, height: int, width: int, images: int = 1) -> torch.Tens
 
 
 @COMPILES
-@pytest.mark.parametrize("role", [Role.VAE_DECODER, pytest.param(Role.VAE_ENCODER, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("role", ROLES)
 def test_one_build_serves_pictures_of_every_size(role: Role, tmp_path: Path) -> None:
     vae, plain = as_vae(module_of()), []
     handle = engine_of(vae, role, tmp_path, "torch", SIZES)

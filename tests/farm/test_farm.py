@@ -57,7 +57,9 @@ def test_sixteen_prompts_give_the_pictures_of_one_process_though_a_worker_and_th
     command = (str(workflow), "--seeds", f"{SEEDS[0]}-{SEEDS[-1]}", "--out", str(out), "--at-once", "4")
 
     with farm.client(*command) as client:
-        assert until(lambda: len(list(out.glob("[0-9]*.json"))) >= 4, 120), farm.log.read_text()
+        if not until(lambda: len(list(out.glob("[0-9]*.json"))) >= 4, 120):
+            client.kill()
+            pytest.fail(f"{client.communicate()[0]}\n{farm.log.read_text()}")
         client.kill()
     kept = {path: path.stat().st_mtime_ns for path in out.glob("[0-9]*.json")}
     with farm.client(*command) as client:
