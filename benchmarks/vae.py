@@ -187,12 +187,13 @@ def reference(vae: Any, call: str, given: torch.Tensor) -> torch.Tensor:
 
 
 def relative_error(result: torch.Tensor, exact: torch.Tensor) -> float:
+    exact = exact.to(result.device)  # native may give frames in main memory
     return float((result.float() - exact).norm() / exact.norm())
 
 
 def picture_errors(result: torch.Tensor, exact: torch.Tensor) -> tuple[float, int]:
     """Return the PSNR of a decoded picture in decibels, and the largest difference of an 8-bit pixel."""
-    one, other = ((t.float() / 2 + 0.5).clamp(0, 1) for t in (result, exact))
+    one, other = ((t.float().to(result.device) / 2 + 0.5).clamp(0, 1) for t in (result, exact))
     error = float((one - other).square().mean())
     worst = ((255 * one).round() - (255 * other).round()).abs().max()
     return round(-10 * math.log10(max(error, 1e-12)), 2), int(worst)

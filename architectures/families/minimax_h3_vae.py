@@ -1,12 +1,13 @@
 """The decoder of MiniMax H3's VAE: a transformer on tiles of 256 px and clips of 17 frames.
 
-ComfyUI's own code cuts a latent into clips and tiles, and joins what comes out. The transformer's blocks are compiled,
-for any number of tokens: all tiles of videos from 256 px on have the same. Pictures are encoded natively.
+ComfyUI's own code cuts a latent into clips and tiles, and joins what comes out. Several tiles are computed at once. The
+transformer's blocks are compiled, for any number of tokens. Pictures are encoded natively.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -26,6 +27,9 @@ from ..vae_sizes import SIZES, VideoVAESizes, bind_images
 FIRST, CLIP = (2, 5), (5, 17)
 """Latent frames and frames: of the shortest video, and of each more of its clips."""
 
+TILES = 4
+"""The most tiles of a clip that are computed at once: with one, a fast GPU waits for the next launch."""
+
 FILE_MARKS = ()
 """No file of a diffusion model is known by its VAE."""
 
@@ -37,9 +41,9 @@ class MiniMaxDecoder(VideoVAESizes):
     pixels = 2 * LATENT
     only_live = "tiles of its own"
     tiles_itself = True
-    free: ClassVar[Mapping[str, Range]] = {  # a clip of one tile
-        "B": Range(1, 1, 1), "L": Range(0, 6, 1 << 12), "H": Range(1, 16, 1 << 10), "W": Range(1, 16, 1 << 10)}
-    traced: ClassVar[Mapping[str, int]] = {"B": 1, "L": 1, "H": 3, "W": 4}
+    free: ClassVar[Mapping[str, Range]] = {  # nine tiles, of which three are computed at once
+        "B": Range(1, 1, 1), "L": Range(0, 6, 1 << 12), "H": Range(1, 32, 1 << 10), "W": Range(1, 32, 1 << 10)}
+    traced: ClassVar[Mapping[str, int]] = {"B": 1, "L": 1, "H": 17, "W": 3}
 
     def matches(self, module: torch.nn.Module) -> bool:
         return (
@@ -77,9 +81,31 @@ class _Decoder(torch.nn.Module):
         vae.encoder = vae.quant_conv = torch.nn.Identity()
         self.vae = vae
         self.blocks = in_blocks(vae.decoder.transformer_blocks, _block)
+        self._decode, self._join = vae._decode_pixels, vae.tiled_decode
+        vae.tiled_decode = self._tiled
 
     def forward(self, images: torch.Tensor) -> tuple[torch.Tensor]:
         return (self.vae.decode(images),)
+
+    def _tiled(self, z: torch.Tensor) -> torch.Tensor:
+        """Decode a clip as native does, but for tiles that are computed beside each other."""
+        vae, unit = self.vae, self.vae.vae_ratio
+        rows, columns = (
+            [slice(start // unit, (start + size) // unit) for start, size in zip(*starts_and_sizes, strict=True)]
+            for starts_and_sizes in (vae.split_tiles(side * unit)[:2] for side in z.shape[3:])
+        )
+        pixels = self._pixels([z[..., row, column] for row in rows for column in columns])
+        vae._decode_pixels = lambda tile: next(pixels)
+        try:
+            return self._join(z)
+        finally:
+            del vae._decode_pixels
+
+    def _pixels(self, tiles: list[torch.Tensor]) -> Iterator[torch.Tensor]:
+        """Yield the pixels of tiles. A single one is computed twice: so one kind of block serves all."""
+        together = torch.cat(tiles if len(tiles) > 1 else 2 * tiles)
+        for some in together.tensor_split(math.ceil(len(together) / TILES)):
+            yield from self._decode(some).split(1)
 
 
 def _block(block: TransformerBlock, x: torch.Tensor, turns: torch.Tensor) -> torch.Tensor:
@@ -109,7 +135,10 @@ def _turned(x: torch.Tensor, turns: torch.Tensor) -> torch.Tensor:
 
 
 NEEDS = (
+    "comfy.ldm.minimax.vae:MiniMaxH3VideoVAE._decode_pixels(self, z)",
     "comfy.ldm.minimax.vae:MiniMaxH3VideoVAE.decode(self, z, **)",
+    "comfy.ldm.minimax.vae:MiniMaxH3VideoVAE.split_tiles(self, input_len)",
+    "comfy.ldm.minimax.vae:MiniMaxH3VideoVAE.tiled_decode(self, z)",
     "comfy.ldm.minimax.vae:TransformerBlock.forward(self, x, rotary_pos_emb)",
     "comfy.ldm.minimax.vae:ViT3DDecoder.forward(self, x)",
 )
