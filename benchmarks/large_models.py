@@ -62,6 +62,8 @@ _LTX23 = small.LTX23 | {
     "audio_connector_attention_head_dim": 64}
 _KLEIN9 = small.FLUX2 | {"hidden_size": 4096, "num_heads": 32, "context_in_dim": 12288, "depth": 8,
                          "depth_single_blocks": 24}  # fmt: skip
+_DEV2 = small.FLUX2 | {"hidden_size": 6144, "num_heads": 48, "context_in_dim": 15360, "depth": 8,
+                       "depth_single_blocks": 48, "guidance_embed": True}  # fmt: skip
 _PRO2 = {"depth": 6, "depth_single_blocks": 0, "control_latent_channels": 16}
 _FUN = {"n_control_layers": 15, "additional_in_dim": 17, "refiner_control": True}
 STEPS = 12
@@ -113,6 +115,7 @@ CASES = {
     "flux1_1024": _FLUX, "flux1_512": replace(_FLUX, side=512), "flux1_1024_fp8": replace(_FLUX, eight_bit="fp8"),
     "flux1_1024_cn": replace(_FLUX, control=True), "zimage_1024": _Z, "zimage_512": replace(_Z, side=512),
     "klein9_1024": _KLEIN, "klein9_1024_fp8": replace(_KLEIN, eight_bit="fp8"),
+    "flux2_dev_1024_fp8": Case("flux", _DEV2, small.FLUX2, 1024, 512, 15360, 64, eight_bit="fp8"),
     "zimage_1024_fp8": replace(_Z, eight_bit="fp8"), "zimage_1024_int8": replace(_Z, eight_bit="int8"),
     "zimage_1024_fun": replace(_Z, tiny=small.ZIMAGE | {"n_layers": 29}, fun=_FUN),
     "krea2_1024_fp8": _KREA, "krea2_1024_int8": replace(_KREA, eight_bit="int8"),
