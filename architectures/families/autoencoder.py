@@ -107,6 +107,30 @@ def doubled(images: torch.Tensor) -> torch.Tensor:
     return large.reshape(batch, channels, 2 * height, 2 * width)
 
 
+def with_edges(video: torch.Tensor, front: int, back: int = 0, mirrored: bool = False) -> torch.Tensor:
+    """Return a video, (batch, channels, frames, height, width), with its edges repeated.
+
+    It is what torch's padding gives, but an element's channels stay together in memory, as convolutions read them: on
+    an H200 torch's padding took three quarters of a decode.
+
+    Args:
+        front, back: how often the first and the last frame are repeated.
+        mirrored: whether the new row or column on each side is the one behind the edge.
+    """
+    frames, height, width = video.shape[2:]
+    times = _repeated(frames, front, back, video.device)
+    rows, columns = ((_mirrored if mirrored else _repeated)(size, 1, 1, video.device) for size in (height, width))
+    return video.movedim(1, -1)[:, times[:, None, None], rows[:, None], columns].movedim(-1, 1)
+
+
+def _repeated(size: int, before: int, behind: int, device: torch.device) -> torch.Tensor:
+    return torch.arange(-before, size + behind, device=device).clamp(0, size - 1)
+
+
+def _mirrored(size: int, before: int, behind: int, device: torch.device) -> torch.Tensor:
+    return size - 1 - (size - 1 - torch.arange(-before, size + behind, device=device).abs()).abs()
+
+
 class _Decoder(torch.nn.Module):
     """Latents -> pixels, by the layers of a KL autoencoder."""
 

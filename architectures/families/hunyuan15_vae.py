@@ -21,8 +21,8 @@ from ..blocks import in_blocks
 from ..calls import Binding
 from ..sizes import EACH, LATENT
 from ..vae_sizes import SIZES, VideoVAESizes, bind_images
-from .autoencoder import attention
-from .wan_vae import KEPT, Kept, bind_pixels
+from .autoencoder import attention, with_edges
+from .wan_vae import KEPT, Kept, bind_pixels, last_frames
 
 PIXELS = 2 * LATENT
 TIMES = [False, False, True, True]
@@ -124,10 +124,9 @@ class _Encoder(_Half):
 def _convolved(conv: CarriedConv3d, x: torch.Tensor, kept: Kept, frames: int | None) -> tuple[torch.Tensor, Kept]:
     """Convolve frames with those before them; return the result, and what the next chunk reads."""
     if not kept:
-        found = conv.conv(F.pad(x, (1, 1, 1, 1, KEPT, 0), mode="replicate"))
-        return found, (() if frames is None else (x.expand(-1, -1, KEPT, -1, -1),))
-    padded = torch.cat([F.pad(part, (1, 1, 1, 1, 0, 0), mode="replicate") for part in (*kept, x)], 2)
-    return conv.conv(padded), (padded[:, :, -KEPT:, 1:-1, 1:-1].clone(),)
+        return conv.conv(with_edges(x, KEPT)), (() if frames is None else (x.expand(-1, -1, KEPT, -1, -1),))
+    joined = torch.cat([*kept, x], 2)
+    return conv.conv(with_edges(joined, 0)), (last_frames(joined, KEPT),)
 
 
 def _entered(conv: CarriedConv3d, x: torch.Tensor, kept: Kept, frames: int | None) -> tuple[torch.Tensor, Kept]:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
+import torch.nn.functional as F
 from comfy.ldm.lightricks.vae.causal_conv3d import CausalConv3d
 from comfy.ldm.lightricks.vae.causal_video_autoencoder import (
     DepthToSpaceUpsample,
@@ -28,6 +29,7 @@ from ..calls import Binding, EngineCall
 from ..shapes import Range
 from ..sizes import LATENT
 from ..vae_sizes import SIZES, VideoVAESizes, bind_images
+from .autoencoder import with_edges
 
 BUFFER = "output_buffer"
 """ComfyUI's tensor for the result, in main memory."""
@@ -115,7 +117,10 @@ def _convolved(conv: CausalConv3d, x: torch.Tensor, causal: bool) -> torch.Tenso
     """Convolve a video, whose first and last frames are repeated; only the first where it is causal."""
     more = conv.time_kernel_size - 1
     front, back = (more, 0) if causal else (more // 2, more // 2)
-    return conv.conv(torch.cat([x[:, :, :1]] * front + [x] + [x[:, :, -1:]] * back, 2))
+    inner = conv.conv
+    if inner.padding_mode != "reflect":
+        return inner(torch.cat([x[:, :, :1]] * front + [x] + [x[:, :, -1:]] * back, 2))
+    return F.conv3d(with_edges(x, front, back, mirrored=True), inner.weight, inner.bias)
 
 
 def _residual(block: ResnetBlock3D, x: torch.Tensor, causal: bool) -> torch.Tensor:

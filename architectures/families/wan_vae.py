@@ -219,10 +219,10 @@ def _causal(conv: torch.nn.Module, x: torch.Tensor, kept: Kept) -> tuple[torch.T
         found = F.conv2d(x.squeeze(2), conv.weight[:, :, -1], conv.bias, padding=conv.padding[1:])
         return found.unsqueeze(2), x
     frames = torch.cat([*kept, x], 2)
-    return F.conv3d(frames, conv.weight, conv.bias, padding=conv.padding), _last(frames, KEPT)
+    return F.conv3d(frames, conv.weight, conv.bias, padding=conv.padding), last_frames(frames, KEPT)
 
 
-def _last(frames: torch.Tensor, count: int) -> torch.Tensor:
+def last_frames(frames: torch.Tensor, count: int) -> torch.Tensor:
     """Return the last frames in memory of their own; compilers leave a clone out, which keeps all frames in memory."""
     return frames.flip(2)[:, :, :count].flip(2)
 
@@ -273,7 +273,7 @@ def _reduced(layer: torch.nn.Module, x: torch.Tensor, kept: Kept, frames: int) -
     if not kept:
         return small, (small,)
     together, conv = torch.cat([*kept, small], 2), layer.time_conv
-    return F.conv3d(together, conv.weight, conv.bias, stride=conv.stride), (_last(small, 1),)
+    return F.conv3d(together, conv.weight, conv.bias, stride=conv.stride), (last_frames(small, 1),)
 
 
 def _added(

@@ -30,7 +30,7 @@ KINDS = {("wan21", Role.VAE_DECODER): 19, ("wan21", Role.VAE_ENCODER): 22, ("wan
          ("wan22", Role.VAE_ENCODER): 30}  # fmt: skip
 """Kinds of blocks: for a first chunk, and for each number of frames behind it."""
 CALLS = ((1, 4, 6), (2, 3, 5), (3, 4, 4), (1, 1, 1), (6, 2, 7), (1, 7, 3), (11, 1, 2), (1, 20, 24), (3, 26, 18),
-         (2, 18, 33))  # fmt: skip
+         (2, 22, 33))  # fmt: skip
 """Latent frames, height and width."""
 COMPILED = 3
 """The last of these, of sizes for which torch takes the same code for a single image on a CPU as for the example."""
