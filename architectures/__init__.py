@@ -52,12 +52,11 @@ class Architecture(Protocol):
         symbols: the symbols of its tensors' dimensions, and their names for people.
         batch: the symbol of the batch.
         prompt: the symbol of the prompt's tokens.
-        free: symbols that compiled files leave free, and the sizes that one file then serves. A file is compiled with
-            the sizes ``opt``, which differ from each other. Each call with another size has a file of its own, see
-            ``calls.file_sizes``. All symbols where the network is compiled in blocks, none where it is compiled whole.
+        free: all symbols of its tensors, and the sizes that its compiled blocks serve; other calls run uncompiled. It
+            is compiled with the sizes ``opt``, which differ from each other. Empty for a network that is not compiled.
         halved: symbols whose sizes are halved, in this order, where a call is too large for a CPU.
         per_step: True for networks that each step calls. A network that runs once per picture is served by compiled
-            files alone, and not captured as a CUDA graph.
+            blocks alone, and not captured as a CUDA graph.
         arguments: the positional arguments of the native forward, in order. ``control`` and ``transformer_options`` are
             ComfyUI's in every backbone.
 
@@ -123,7 +122,7 @@ class Architecture(Protocol):
         ...
 
     def examples(self, profile: Profile) -> Examples:
-        """Return the sizes to trace, compare and compile an engine of this profile with."""
+        """Return the sizes to trace, compare and time an engine of this profile with."""
         ...
 
     def words(self, profile: Profile) -> str:

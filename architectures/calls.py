@@ -1,9 +1,9 @@
-"""Calls of a native network as calls of an engine: arguments, residuals, per-image passes; and calls to compile for."""
+"""Calls of a native network as calls of an engine: arguments, residuals, per-image passes; and what lacks an engine."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -154,7 +154,7 @@ Call = Mapping[str, int]
 
 @dataclass(frozen=True)
 class UncoveredCall:
-    """A call without an engine of its size.
+    """A call without an engine for it.
 
     Attributes:
         sizes: of the call, (symbol, size).
@@ -174,16 +174,24 @@ class RequestedCalls:
     Attributes:
         profile: the node's sizes.
         pictures: that the graph asks for, as far as they are known.
-        seen: calls of the last run that had no engine of their size, the most frequent first; None before a run.
+        seen: calls of the last run that had no engine, the most frequent first; None before a run.
     """
 
     profile: Profile
     pictures: Sequence[Picture] = ()
     seen: Sequence[Call] | None = None
 
+    def wanted(self, architecture: Architecture) -> tuple[Call, ...]:
+        """Return the calls that a run or the graph has shown; where neither can, the profile's best."""
+        shown = (*(self.seen or ()), *self._sampled(architecture))
+        return shown if shown or self.seen is not None else (self.profile.sizes("opt"),)
+
+    def _sampled(self, architecture: Architecture) -> list[Call]:
+        return [own for picture in self.pictures for own in architecture.calls(self.profile, picture)]
+
     def hold(self, architecture: Architecture, call: Call) -> bool:
         """Tell whether the node's sizes or the graph's pictures ask for a call."""
-        sampled = [own for picture in self.pictures for own in architecture.calls(self.profile, picture)]
+        sampled = self._sampled(architecture)
         ranges = self.profile.ranges
         return all(
             ranges[symbol].contains(size) or any(size == own[symbol] for own in sampled)
@@ -193,78 +201,18 @@ class RequestedCalls:
 
 
 def serves_every_size(architecture: Architecture) -> bool:
-    """Tell whether a single compiled file serves all calls: its network is compiled in blocks."""
+    """Tell whether a network is compiled, in blocks: a single engine then serves all calls."""
     return bool(architecture.free)
 
 
-def words_of(architecture: Architecture, call: Call) -> str:
-    """Return the sizes of a call, or of a compiled file, in a few words for people."""
-    return architecture.call_words(call) if call else EVERY_SIZE
+def is_compiled(architecture: Architecture, call: Call) -> bool:
+    """Tell whether compiled blocks serve a call. Sizes beyond those that its family names run uncompiled."""
+    free = architecture.free
+    return all(symbol in free and free[symbol].contains(size) for symbol, size in call.items())
 
 
 EVERY_SIZE, ANY_SIZE = "every size", "any size"
-
-
-def lacking_words(architecture: Architecture, call: Call) -> str:
-    """Return the sizes without a compiled file when a call was made, in words for people."""
-    return ANY_SIZE if serves_every_size(architecture) else architecture.call_words(call)
-
-
-def file_sizes(architecture: Architecture, call: Call) -> dict[str, int]:
-    """Return the sizes of a call that its compiled file fixes; the file leaves the rest free."""
-    free = architecture.free
-    return {symbol: size for symbol, size in call.items() if symbol not in free or not free[symbol].contains(size)}
-
-
-def example_of(architecture: Architecture, call: Call) -> dict[str, int]:
-    """Return the call that a file for a call is compiled with; the same for all calls that the file serves."""
-    own = file_sizes(architecture, call)
-    return {symbol: size if symbol in own else architecture.free[symbol].opt for symbol, size in call.items()}
-
-
-def sample_alike(architecture: Architecture, calls: Iterable[Call], known: Iterable[Call]) -> bool:
-    """Tell whether a call has the same sizes of a picture as a known call. The prompt's length does not count.
-
-    Args:
-        known: calls, or the sizes of compiled files, see ``file_sizes``.
-    """
-    of_picture = [name for name, symbol in architecture.symbols.items() if symbol.of_picture]
-    return any(all(call.get(name) == sizes[name] for name in of_picture if name in sizes)
-               for sizes in known for call in calls)  # fmt: skip
-
-
-def calls_to_compile(
-    architecture: Architecture, requested: RequestedCalls, symbols: Collection[str], compiled: Collection[Call]
-) -> list[list[Call]]:
-    """List the calls that lack a compiled file; calls that differ in their batch alone share a list.
-
-    Only a run shows how long a picture's prompt is. So a picture that has a file of any prompt lacks nothing until a
-    run says so. Where neither the graph nor a run shows what is wanted, the call is the profile's best.
-
-    Args:
-        symbols: of the network's inputs.
-        compiled: the sizes that there are files for, see ``file_sizes``.
-    """
-    profile, seen = requested.profile.only(symbols), requested.seen
-    found = [call for call in seen or () if file_sizes(architecture, call) not in compiled]
-    for picture in requested.pictures:
-        calls = architecture.calls(profile, picture)
-        if not sample_alike(architecture, calls, (*compiled, *found)):
-            found += calls
-    if not requested.pictures and seen is None:
-        usual = [{s: call[s] for s in profile.ranges} for call in architecture.examples(profile).compiled]
-        lacking = [call for call in usual if file_sizes(architecture, call) not in compiled]
-        found = lacking if usual[0] in lacking else []
-    return _engines([example_of(architecture, call) for call in found], architecture.batch)
-
-
-def _engines(calls: Sequence[Call], batch: str) -> list[list[Call]]:
-    together: dict[tuple, list[Call]] = {}
-    for call in calls:
-        own = together.setdefault(tuple(sorted((s, n) for s, n in call.items() if s != batch)), [])
-        if call not in own:
-            own.append(call)
-    return list(together.values())
+"""Words for the sizes of compiled blocks, and of a call that lacks them."""
 
 
 log = logging.getLogger(__name__)

@@ -220,6 +220,11 @@ def bind(specs: Iterable[TensorSpec], shapes: Mapping[str, Shape]) -> dict[str, 
     return symbols
 
 
+def symbols_in(specs: Iterable[TensorSpec]) -> set[str]:
+    """Return the symbols of some tensors' sizes."""
+    return {dim.symbol for spec in specs for dim in spec.dims if not isinstance(dim, int)}
+
+
 LEAST = 16
 """The smallest width or height in pixels that a user may ask for."""
 
@@ -339,13 +344,13 @@ class Examples:
     Attributes:
         traced: for tracing the network, small, since half precision is slow on a CPU; maybe outside of the profile.
         compared: a few small calls inside the profile, for comparing the graph with native on the CPU.
-        compiled: calls to be fastest at.
+        timed: a call to be fastest at.
         extremes: the least, best and largest calls, for comparing an engine on its device.
     """
 
     traced: dict[str, int]
     compared: list[dict[str, int]]
-    compiled: list[dict[str, int]]
+    timed: dict[str, int]
     extremes: list[dict[str, int]]
 
 

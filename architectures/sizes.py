@@ -113,7 +113,7 @@ class NetworkSizes:
         return Examples(
             traced={symbol: size for symbol, size in self.traced.items() if symbol in profile.ranges},
             compared=_distinct(map(profile.clamp, self.compared)),
-            compiled=[profile.sizes("opt")],
+            timed=profile.sizes("opt"),
             extremes=_distinct(self._extreme(profile, profile.sizes(which)) for which in ("min", "opt", "max")),
         )
 
@@ -188,13 +188,6 @@ class LatentSizes(NetworkSizes):
     def _ranges(self, asked: RequestedSizes) -> dict[str, Range]:
         own = super()._ranges(asked)
         return {**own, "T": Range(CHUNK, CHUNK, max(CHUNK, asked.max_tokens)), "HB": Range(1, 1, own["B"].max)}
-
-    def examples(self, profile: Profile) -> Examples:
-        """See ``Architecture``: compiled for both prompts together, and for each alone."""
-        opt = profile.sizes("opt")
-        batches = [opt["B"]] + ([opt["B"] // 2] if opt["B"] % 2 == 0 else [])
-        hint = {"HB": 1} if "HB" in opt else {}
-        return replace(super().examples(profile), compiled=[{**opt, "B": batch, **hint} for batch in batches])
 
     def _extreme(self, profile: Profile, call: dict[str, int]) -> dict[str, int]:
         """See ``NetworkSizes``: a hint belongs to the whole batch or to each image."""

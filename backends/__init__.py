@@ -68,9 +68,8 @@ class LiveTask:
 
     Attributes:
         inputs, outputs: its tensors, in order.
-        sizes: the calls to compile for, symbol -> size.
         precision: what it computes in, torch's name.
-        free: symbols that files leave free, see ``Architecture``.
+        free: the sizes to compile for, see ``Architecture``.
         folder: where to put the engine's files.
         known: contents of files of engines that are there; see ``LiveCompiler.known``.
         calls_attention: whether blocks call attention as an operation, see ``user_attention``.
@@ -80,11 +79,10 @@ class LiveTask:
 
     inputs: tuple[TensorSpec, ...]
     outputs: tuple[TensorSpec, ...]
-    sizes: Sequence[dict[str, int]]
     precision: str
     device: torch.device
     folder: Path
-    free: Mapping[str, Range] = field(default_factory=dict)
+    free: Mapping[str, Range]
     known: Sequence[bytes] = ()
     calls_attention: bool = False
     most_helpers: int = 0
@@ -93,10 +91,10 @@ class LiveTask:
 
 @dataclass(frozen=True)
 class BuildSizes:
-    """The sizes of one engine to be built.
+    """One engine to be built.
 
     Attributes:
-        calls: what live weights are compiled for, symbol -> size; none: what the profile is best at.
+        calls: what a run or the graph has shown that no live weights' engine serves; none: all of the profile.
         again: True if an engine that is there is built again.
     """
 
@@ -219,12 +217,12 @@ class LiveCompiler(Backend):
 
     @abstractmethod
     def compile(self, function: torch.nn.Module, task: LiveTask, progress: Progress) -> dict:
-        """Compile a network for the task's sizes and return ``files``, ``parity`` and ``seconds`` of the manifest.
+        """Compile a network in blocks and return ``files``, ``parity`` and ``seconds`` of the manifest.
 
         What it times on the device has to be timed while the other processes have nothing to do.
 
         Args:
-            function: the network as a function of its inputs, on the task's device; in blocks: on the meta device.
+            function: the network as a function of its inputs, on the meta device.
 
         Raises:
             BuildError: as ``FileBackend.build``.

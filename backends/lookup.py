@@ -60,7 +60,7 @@ class Found:
         builder: builds what is missing, or None where no backend can.
         engines: the engines that its session uses, the best first.
         live: the backend whose live weights take the calls that ``engines`` do not, or None.
-        live_engines: its engines: compiled files for some sizes.
+        live_engines: its engines: compiled blocks.
         passed_over: why no engine of the library is used; of several reasons the one closest to success.
         refits: True if a backend that may serve has engines that take any weights.
     """
@@ -283,15 +283,8 @@ def backends_for(network: NativeNetwork, choice: str, timed_here: Collection[str
     return able
 
 
-WHOLE = 8e9
-"""Bytes on the GPU that compiling a whole network takes beside its weights."""
-
-
-def builds_by_itself(choice: str, device: torch.device, architecture: str, parameters: int) -> bool:
-    """Tell whether ``auto`` has an engine built in the background: where that disturbs no prompt.
-
-    Blocks are compiled without weights. A whole network has its own weights on the GPU, beside ComfyUI's.
-    """
+def builds_by_itself(choice: str, device: torch.device, architecture: str) -> bool:
+    """Tell whether ``auto`` has an engine built in the background: where that disturbs no prompt, as of blocks."""
     try:
         builder = usable_backends(choice, device)[0]
     except Unavailable:
@@ -299,11 +292,7 @@ def builds_by_itself(choice: str, device: torch.device, architecture: str, param
     if not builder.runs_live_weights or builder.cannot_build(device) is not None:
         return False
     known = architectures().get(architecture)
-    if device.type != "cuda" or (known is not None and serves_every_size(known)):
-        return True
-    import torch
-
-    return torch.cuda.mem_get_info(device)[1] >= WHOLE + 2 * parameters * torch.float16.itemsize
+    return known is not None and serves_every_size(known)
 
 
 def cannot_serve(network: NativeNetwork, backend: Backend) -> Fallback | None:

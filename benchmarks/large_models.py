@@ -237,8 +237,7 @@ class Model:
         from hybrid_trt.engine_builder.build import build_engine
         from hybrid_trt.engine_builder.order import BuildOrder
 
-        calls = self._calls(network)
-        order = BuildOrder(network, network.precision, Profile.around(calls), self.backend, calls=tuple(calls))
+        order = BuildOrder(network, network.precision, Profile.around(self._calls(network)), self.backend)
         return build_engine(order, self.library, lambda *_: None, log_line=print).manifest
 
     def sample(self, engines: bool, steps: int, seed: int = 1) -> tuple[torch.Tensor, list[float]]:

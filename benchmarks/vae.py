@@ -145,8 +145,7 @@ def measure(name: str, comfyui: Path, base: Path, profile: bool) -> dict[str, An
     stats = handle.stats
     if profile:
         row["engine_kernels"] = kernels(lambda: run(given))
-        found = handle.session.active.live._compiled.values()
-        row["plain_blocks"] = sum(getattr(one, "plain", 0) for one in found)
+        row["plain_blocks"] = handle.session.active.live.compiled.plain
     row |= {"calls_on_engine": stats.engine, "calls_on_native": stats.native, "reasons": stats.details}
     row["vram_ratio"] = round(row["engine_peak_mb"] / row["native_peak_mb"], 3)
     return row
@@ -155,8 +154,7 @@ def measure(name: str, comfyui: Path, base: Path, profile: bool) -> dict[str, An
 def accelerated(vae: Any, case: Case, base: Path) -> tuple[Any, float]:
     """Return the VAE with an engine for a case, and the seconds that its build took."""
     from hybrid_trt.architectures import Role
-    from hybrid_trt.architectures.calls import example_of
-    from hybrid_trt.architectures.shapes import Picture, RequestedSizes
+    from hybrid_trt.architectures.shapes import RequestedSizes
     from hybrid_trt.backends import backends
     from hybrid_trt.backends.lookup import EngineChoice
     from hybrid_trt.comfy_model.network import NativeNetwork
@@ -168,11 +166,8 @@ def accelerated(vae: Any, case: Case, base: Path) -> tuple[Any, float]:
 
     role = Role.VAE_DECODER if case.call == "decode" else Role.VAE_ENCODER
     network, library = NativeNetwork.of_vae(vae, role, case.call), Library([base / "models" / "trt_engines"])
-    architecture = network.architecture()
-    profile = architecture.profile(RequestedSizes())
-    picture = Picture(case.width, case.height, (1,), length=case.frames)
-    calls = [example_of(architecture, call) for call in architecture.calls(profile, picture)]
-    order = BuildOrder(network, network.precision, profile.around(calls), backends()["torch"], calls=tuple(calls))
+    profile = network.architecture().profile(RequestedSizes())
+    order = BuildOrder(network, network.precision, profile, backends()["torch"])
     started = time.perf_counter()
     build_engine(order, library, lambda *_: None)
     seconds = round(time.perf_counter() - started, 1)

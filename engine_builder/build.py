@@ -17,7 +17,8 @@ from pathlib import Path
 
 import torch
 
-from ..architectures.shapes import Examples
+from ..architectures.calls import serves_every_size
+from ..architectures.shapes import Examples, symbols_in
 from ..backends import Progress, cannot_open
 from ..backends.lookup import cannot_serve
 from ..comfy_model.hash_cache import source_of
@@ -43,7 +44,7 @@ from ..engine_library.gpu import gpu_of
 from ..engine_library.manifest import PACK_VERSION
 from .check import check_engine, check_task, unchecked_engine
 from .order import BuildOrder
-from .resources import WAITED, MakeRoom, TimeLimit, check_memory, hold, in_blocks, on_cpu, with_room, within_memory
+from .resources import WAITED, MakeRoom, TimeLimit, check_memory, hold, on_cpu, with_room, within_memory
 from .worker import helpers
 from .worker.steps import STEPS
 from .worker.task import Task
@@ -148,16 +149,17 @@ def _identity(order: BuildOrder, progress: Progress) -> EngineIdentity:
     if (never := cannot_serve(network, order.backend)) is not None:
         raise Unavailable.of(never)
     architecture = network.unchanged_architecture()
+    if order.backend.runs_live_weights and not serves_every_size(architecture):
+        raise Unavailable(Reason.UNSUPPORTED_MODEL, f"{order.backend.name} compiles no networks of its family")
     progress("reading weights", 0.0)
     specs = [*architecture.engine_inputs(network.module, precision), *architecture.outputs(network.module, precision)]
-    symbols = {dim.symbol for spec in specs for dim in spec.dims if not isinstance(dim, int)}
     weights = "" if order.any_weights else order.backend.weights(network, lambda: progress("reading weights", 0.0))
     layout = network.live_layout if order.backend.runs_live_weights else structure_hash(network.module)
     return EngineIdentity(
         architecture=architecture.name,
         weights=weights or layout,
         precision=precision,
-        profile=order.engine_profile.only(symbols),
+        profile=order.engine_profile.only(symbols_in(specs)),
         backend=order.backend.name,
         backend_version=order.backend.version(),
         device=order.backend.target(order.target_device),
@@ -216,8 +218,7 @@ class _Build:
         if not live:  # engines for live weights hold no weights
             target = self.library.roots[0] / self.identity.folder_name
             self.library.check_limit(size, f"The engine of {network.label}", replaced=target)
-        elsewhere = live and (self.order.target_device.type != "cpu" or in_blocks(self.order))
-        check_memory(self.order.backend, 0 if elsewhere else size, network.label)
+        check_memory(self.order.backend, 0 if live else size, network.label)
         with self.library.building_folder() as folder:
             manifest, record = self._make(folder)
             engine = self.library.publish(folder, manifest, lambda: self.progress("saving", 0.99), record)
@@ -333,10 +334,9 @@ class _Build:
     def _compiled(self, task: Task) -> dict:
         """Compile for live weights; return ``files``, ``parity`` and ``seconds``."""
         device = self.order.target_device
-        calls = [dict(call) for call in self.order.calls] or self._examples().compiled
-        known = self._known(Path(task["folder"])) if in_blocks(self.order) else []
-        task = {**task, "step": "compile", "device": device.type, "gpu": device.index or 0, "compiled": calls,
-                "known": known, "calls_attention": self.order.network.own_attention}  # fmt: skip
+        task = {**task, "step": "compile", "device": device.type, "gpu": device.index or 0,
+                "known": self._known(Path(task["folder"])),
+                "calls_attention": self.order.network.own_attention}  # fmt: skip
         return self._do({**task, **backend_task(self.order.backend)}, 0.1, 0.9, only_gpu(device))
 
     def _known(self, folder: Path) -> list[str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from ..architectures import architectures
-from ..architectures.calls import serves_every_size
 from ..architectures.sizes import LatentSizes
 from ..backends import backends
 from ..engine_library import Library, trust
@@ -24,12 +23,9 @@ MEASURED: dict[tuple[str, str], tuple[tuple[float, float], ...]] = {
     ("controlnet", "tensorrt"): ((0.36e9, 274.1),),
     ("unet", "onnxruntime"): ((0.86e9, 142.3),),
     ("controlnet", "onnxruntime"): ((0.36e9, 28.6),),
-    ("vae_decoder", "torch"): ((0.084e9, 36.6),),
-    ("vae_encoder", "torch"): ((0.084e9, 30.3),),
 }
-"""Kind and backend -> parameters and wall seconds, from benchmarks/results: builds.json (2 CPU cores), h200.json and
-vae_h200.json, tensorrt86_h200.json for TensorRT (8.6 only). The larger model's row is of level 1, while
-another build ran."""
+"""Kind and backend -> parameters and wall seconds, from benchmarks/results: builds.json (2 CPU cores) and
+tensorrt86_h200.json for TensorRT (8.6 only). The larger model's row is of level 1, while another build ran."""
 
 
 def expected_seconds(order: BuildOrder, library: Library) -> float | None:
@@ -66,7 +62,7 @@ def expected(
         return round(max(alike)[1], 1)
     if in_blocks:
         many = isinstance(architectures()[family], LatentSizes)
-        return (MANY_KINDS[kind] if many else BLOCKS) if parameters >= LEAST else None
+        return (MANY_KINDS.get(kind, BLOCKS) if many else BLOCKS) if parameters >= LEAST else None
     near = [(size, took) for size, took in MEASURED.get((kind, backend), ()) if _alike(parameters, size)]
     if not near:
         return None
@@ -76,7 +72,7 @@ def expected(
 
 def _in_blocks(family: str, backend: str) -> bool:
     known, builder = architectures().get(family), backends().get(backend)
-    return None not in (known, builder) and serves_every_size(known) and builder.runs_live_weights
+    return None not in (known, builder) and builder.runs_live_weights
 
 
 def _alike(parameters: int, known: float) -> bool:

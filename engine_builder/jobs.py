@@ -318,7 +318,7 @@ def _key(order: BuildOrder, library: Library, again: bool) -> tuple:
     weights = [(weakref.ref(patcher.model), version_of(patcher), prefix) for patcher, prefix in patchers]
     profile = tuple(order.profile.to_json().items())
     made = (order.precision, str(profile), order.backend.name, str(order.target_device), str(library.roots[0]))
-    return (*weights, *made, str(order.calls), order.any_weights, again)
+    return (*weights, *made, order.any_weights, again)
 
 
 def _sentence(error: BaseException) -> str:

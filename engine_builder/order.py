@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 import torch
 
-from ..architectures.calls import Call
 from ..architectures.shapes import Profile
 from ..backends import Backend
 from ..comfy_model.network import NativeNetwork
@@ -20,7 +19,6 @@ class BuildOrder:
     Attributes:
         replaceable: whether the engine takes other weights, so that it serves all checkpoints of the network's
             layout with any LoRA; see ``any_weights``.
-        calls: sizes that a backend for live weights compiles for, symbol -> size; empty: the profile's best sizes.
         loras: the LoRAs in the network's weights, in words for people.
     """
 
@@ -30,7 +28,6 @@ class BuildOrder:
     backend: Backend
     device: torch.device | None = None
     replaceable: bool = False
-    calls: tuple[Call, ...] = ()
     loras: str = ""
 
     @property

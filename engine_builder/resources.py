@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from ..architectures import Architecture
-from ..architectures.calls import Call, serves_every_size
+from ..architectures.calls import Call
 from ..backends import Backend, Progress, backends
 from ..comfy_model.main_memory import available_bytes
 from ..engine_library import BuildError, Reason, Unavailable
@@ -207,20 +207,18 @@ def _elements(architecture: Architecture, call: Call) -> int:
     return math.prod(call[name] * (1 if symbol.unit else symbol.step) for name, symbol in symbols.items())
 
 
-def in_blocks(order: BuildOrder) -> bool:
-    """Tell whether an order is for live weights and a network in blocks, which is compiled without its weights."""
-    return order.backend.runs_live_weights and serves_every_size(order.network.architecture())
-
-
 def with_room(run: Runner, order: BuildOrder, make_room: MakeRoom) -> Runner:
-    """Return a runner that has the GPU freed before steps that need it; blocks are compiled beside what is loaded."""
+    """Return a runner that has the GPU freed before steps that need it; live weights' engines have room beside others.
+
+    They are compiled block by block, without weights.
+    """
     device = order.target_device
 
     def run_with_room(task: Task, progress: Progress, log_line: Log, environment: Mapping[str, str]) -> dict:
         on_gpu = {"export": False, "check": True}.get(task["step"], order.backend.builds_on_gpu)
         if not on_gpu or device.type != "cuda":
             return {**run(task, progress, log_line, environment), WAITED: 0.0}
-        if in_blocks(order) and torch.cuda.mem_get_info(device)[0] >= BLOCK_ROOM:
+        if order.backend.runs_live_weights and torch.cuda.mem_get_info(device)[0] >= BLOCK_ROOM:
             try:
                 return {**run(task, progress, log_line, environment), WAITED: 0.0}
             except BuildError as failure:  # a prompt beside it may have taken the memory

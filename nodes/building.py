@@ -40,8 +40,7 @@ def meaning(when_missing: str, network: NativeNetwork, backend: str) -> str:
         architecture = network.architecture().name
     except Unavailable:
         return USE_NATIVE
-    parameters = sum(parameter.numel() for parameter in network.module.parameters())
-    meanwhile = builds_by_itself(backend, network.device, architecture, parameters)
+    meanwhile = builds_by_itself(backend, network.device, architecture)
     return IN_BACKGROUND if meanwhile else USE_NATIVE
 
 
@@ -84,7 +83,7 @@ def _orders(handle: EngineHandle, again: bool = True, pressed: bool = True) -> l
     network, precision = handle.network, handle.choice.precision_for(handle.network)
     order = BuildOrder(network, precision, handle.choice.profile, builder, replaceable=handle.choice.replaceable,
                        loras=handle.choice.loras)  # fmt: skip
-    return [(replace(order, profile=part.profile, calls=part.calls), part.again) for part in parts]
+    return [(replace(order, profile=part.profile), part.again) for part in parts]
 
 
 def generation(when_missing: str) -> str:

@@ -15,7 +15,7 @@ from dataclasses import asdict, replace
 import torch
 
 from ..architectures import architectures, profile_words
-from ..architectures.calls import serves_every_size, words_of
+from ..architectures.calls import EVERY_SIZE, serves_every_size
 from ..architectures.shapes import Profile
 from ..backends import AUTO, backends
 from ..backends.lookup import look_up_known, takes_any_weights, wanted_profile
@@ -138,7 +138,7 @@ class NodeStates:
         engines = engines if answer["state"] == "ready" else ()
         like = known or self._like(request)
         answer["by_itself"] = like is not None and builds_by_itself(
-            request.backend or like.backend, like.device, like.architecture, like.parameters)  # fmt: skip
+            request.backend or like.backend, like.device, like.architecture)  # fmt: skip
         answer |= picture_fit.size_report(request, family, engines, choice, answer.get("any_size", False), tokens)
         every = family in architectures() and serves_every_size(architectures()[family])
         answer["sizes"]["every"] = every and answer["by_itself"]
@@ -343,13 +343,11 @@ def _union_json(engines: Sequence[Engine], known: NodeRecord) -> dict:
     ``covers``: whether that engine holds the node's profile.
     """
     identity = engines[0].manifest.identity
-    backend, architecture = backends()[identity.backend], architectures()[identity.architecture]
+    backend = backends()[identity.backend]
     profiles, wanted = [e.manifest.identity.profile for e in engines], Profile.from_json(known.profile)
     wanted = backend.engine_profile(wanted)
-    calls, live = [call for engine in engines for call in backend.sizes(engine)], backend.runs_live_weights
-    words = [words_of(architecture, call) for call in calls] if live and calls else [
-        profile_words(identity.architecture, profile) for profile in profiles
-    ]
+    live = backend.runs_live_weights
+    words = [EVERY_SIZE] if live else [profile_words(identity.architecture, profile) for profile in profiles]
     return engine_json(engines[0]) | {
         "covers": live or any(profile.contains(wanted.only(profile.ranges)) for profile in profiles),
         "profile": "; ".join(dict.fromkeys(words)),

@@ -146,10 +146,10 @@ def seconds(
     return expected(library, kind, family, chosen.name, precision, target, parameters)
 
 
-def builds_by_itself(backend: str, device: str, architecture: str, parameters: int) -> bool:
+def builds_by_itself(backend: str, device: str, architecture: str) -> bool:
     """Tell whether a node with the choice ``auto`` orders a build in the background."""
     try:
-        return lookup.builds_by_itself(backend, torch.device(device), architecture, parameters)
+        return lookup.builds_by_itself(backend, torch.device(device), architecture)
     except RuntimeError:  # as in ``seconds``
         return False
 

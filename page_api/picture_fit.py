@@ -6,11 +6,11 @@ The page shows these numbers and calculates none. The rules are the same as for 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 
 from ..architectures import ANY, Architecture, architectures
-from ..architectures.calls import sample_alike
+from ..architectures.calls import Call
 from ..architectures.shapes import LEAST, MOST, TOKEN_STEP, Picture, Profile, RequestedSizes, Sizes, outside
 from ..backends import backends
 from ..engine_library import Engine
@@ -26,7 +26,7 @@ def size_report(
     """For the page: ``sizes`` of the node, and the first picture without an engine for it.
 
     ``misfit`` lies outside the engine's profile, or outside the settings where there is no engine. ``widened`` are the
-    numbers that would hold it, None where no node may have them. ``uncompiled`` lacks a file of its size.
+    numbers that would hold it, None where no node may have them. ``uncompiled`` lacks an engine of its size.
 
     Args:
         family: name of the architecture, ``""`` while it is not known.
@@ -123,9 +123,16 @@ def _not_served(
     if not calls:
         return None if any_size or backend.runs_live_weights else _outside(known, profile, pictures), None
     if not backend.runs_live_weights and choice != backend.name:
-        return None, None  # behind an engine of auto, live weights may have files for more sizes
-    lacking = (one for one in pictures if not sample_alike(known, known.calls(profile, one), calls))
+        return None, None  # behind an engine of auto, live weights serve other sizes
+    lacking = (one for one in pictures if not _sample_alike(known, known.calls(profile, one), calls))
     return None, next(lacking, None)
+
+
+def _sample_alike(known: Architecture, calls: Iterable[Call], others: Iterable[Call]) -> bool:
+    """Tell whether a call has the same sizes of a picture as another. The prompt's length does not count."""
+    of_picture = [name for name, symbol in known.symbols.items() if symbol.of_picture]
+    return any(all(call.get(name) == sizes[name] for name in of_picture if name in sizes)
+               for sizes in others for call in calls)  # fmt: skip
 
 
 def _outside(known: Architecture, profile: Profile | None, pictures: Sequence[Picture]) -> Picture | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from ..architectures.calls import EVERY_SIZE, RequestedCalls, UncoveredCall, file_sizes, words_of
+from ..architectures.calls import RequestedCalls, UncoveredCall
 from ..backends import BuildSizes, backends
 from ..comfy_model.attention import remark
 from ..engine_library import Engine
@@ -54,7 +54,9 @@ def status(handle: EngineHandle) -> str:
         return f"{handle.fallback.sentence()} {handle.note}".strip()
     text = session.status(handle.choice.profile)
     if session.engines and session.refusal is None:
-        text += _not_compiled(handle)
+        if any(part.calls for part in to_build(handle)):
+            already = ": already faster" if network.device.type == "cuda" else ""
+            text += f". Not compiled yet{already}; build for full speed"
         name = session.engines[0].manifest.identity.backend
         if notice := backends()[name].notice:
             text += f". {name} is {notice}"
@@ -62,14 +64,3 @@ def status(handle: EngineHandle) -> str:
             text += f". {name} has no engines for any checkpoint and LoRA: this one is for this model only"
     its = remark(network.parts[0].module, network.patcher, network.prefix, session.calls_attention)
     return ". ".join(filter(None, (text, its, handle.note)))
-
-
-def _not_compiled(handle: EngineHandle) -> str:
-    """Name the requested calls without a compiled file."""
-    calls = [call for part in to_build(handle) for call in part.calls]
-    architecture = handle.network.architecture()
-    words = dict.fromkeys(words_of(architecture, file_sizes(architecture, call)) for call in calls)
-    already = ": already faster" if handle.network.device.type == "cuda" else ""
-    if EVERY_SIZE in words:
-        return f". Not compiled yet{already}; build for full speed"
-    return f". Not compiled for {'; '.join(words)}{already}; build for full speed" if words else ""

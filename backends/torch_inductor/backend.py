@@ -1,8 +1,7 @@
 """torch: native's own live weights, compiled by Inductor and replayed as CUDA graphs. No TensorRT, no ONNX.
 
-Without an engine it replays the uncompiled network as a CUDA graph, at once. An engine adds compiled files for some
-sizes, and one for more sizes stands beside it; it holds no weights, so it serves every checkpoint of the same layout,
-LoRAs included.
+Without an engine it replays the uncompiled network as a CUDA graph, at once. An engine has the network's blocks
+compiled, for every size; it holds no weights, so it serves every checkpoint of the same layout, LoRAs included.
 """
 
 from __future__ import annotations
@@ -17,9 +16,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ...architectures import architectures
-from ...architectures.calls import RequestedCalls, calls_to_compile
-from ...architectures.shapes import Profile
+from ...architectures.calls import RequestedCalls, serves_every_size
+from ...architectures.shapes import Profile, symbols_in
 from ...architectures.user_attention import calling_exact
 from ...engine_library import Engine, Fallback, Manifest, Reason, Unavailable, trust
 from ...sessions.session import refusal_of
@@ -28,6 +26,7 @@ from . import compiled, opened_files
 
 if TYPE_CHECKING:
     from ...comfy_model.network import NativeNetwork
+    from .kinds import Kinds
     from .session import LiveSession
 
 
@@ -78,6 +77,8 @@ class TorchBackend(LiveCompiler):
             return Fallback(Reason.WRONG_GPU, f"it was compiled for {identity.device}")
         if identity.backend_version != self.version():
             return Fallback(Reason.STALE_ENGINE, f"it was compiled by torch {identity.backend_version}")
+        if any(map(compiled.is_for_one_size, manifest.files)):
+            return Fallback(Reason.STALE_ENGINE, "it was compiled for one size, and engines are for every size now")
         if device.type == "cpu" and manifest.parity.get("cpu", compiled.cpu_kind()) != compiled.cpu_kind():
             return Fallback(Reason.STALE_ENGINE, "it was compiled for a CPU with other instructions")
         return None
@@ -90,25 +91,20 @@ class TorchBackend(LiveCompiler):
         return network.live_layout
 
     def compile(self, function: torch.nn.Module, task: LiveTask, progress: Progress) -> dict:
-        if getattr(function, "blocks", None):
-            from .compile_blocks import compile_blocks
+        from .compile_blocks import compile_blocks
 
-            with calling_exact() if task.calls_attention else nullcontext():
-                return compile_blocks(function, task, progress)
-        from .compile_step import compile_network
-
-        return compile_network(function, task, progress)
+        with calling_exact() if task.calls_attention else nullcontext():
+            return compile_blocks(function, task, progress)
 
     def known(self, engines: Sequence[Engine], device: torch.device) -> list[bytes]:
-        """Contents of the engines' files with kinds of blocks for a device, which other networks may share."""
+        """Contents of the engines' files for a device: other networks may share kinds of blocks."""
         found = []
         for engine in engines:
             manifest = engine.manifest
             ours = manifest.identity.backend == self.name and self.cannot_use(manifest, device) is None
             if ours and trust.why_unusable(engine) is None:
-                names = [name for name in manifest.files if not compiled.sizes_of(name)]
                 try:
-                    found += map(engine.read_checked, names)
+                    found += map(engine.read_checked, manifest.files)
                 except Unavailable as broken:
                     log.info("Hybrid TRT: nothing is taken from %s (%s)", engine.folder.name, broken)
         return found
@@ -122,46 +118,29 @@ class TorchBackend(LiveCompiler):
         found.use(engines, passed_over)
         return found
 
-    def sizes(self, engine: Engine) -> list[dict[str, int]]:
-        return [compiled.sizes_of(name) for name in engine.manifest.files]
-
     def in_use(self, engines: Sequence[Engine]) -> list[Engine]:
         return list(engines)
 
     def to_build(
         self, network: NativeNetwork, calls: RequestedCalls, engines: Sequence[Engine], rebuild: Collection[Engine] = ()
     ) -> list[BuildSizes]:
-        """Engines to rebuild have all their files built again. Other calls get an engine beside them."""
-        found = [BuildSizes(e.manifest.identity.profile, self._calls(e), again=True) for e in rebuild]
-        if self.cannot_build(network.device) is not None:
+        """An engine serves all calls, and is compiled with the same ones whatever is requested."""
+        found = [BuildSizes(engine.manifest.identity.profile, again=True) for engine in rebuild]
+        architecture = network.architecture()
+        served = found or any(refusal_of(engine) is None for engine in engines)
+        if served or not serves_every_size(architecture) or self.cannot_build(network.device) is not None:
             return found
-        known = [call for engine in engines if refusal_of(engine) is None for call in self.sizes(engine)]
-        again = [call for sizes in found for call in sizes.calls]
-        for own in calls_to_compile(network.architecture(), calls, self._symbols(network), known):
-            if not all(call in again for call in own):
-                found.append(BuildSizes(Profile.around(own), tuple(own)))
-        return found
+        symbols = symbols_in(architecture.engine_inputs(network.module, network.precision))
+        usual = {symbol: served.opt for symbol, served in architecture.free.items() if symbol in symbols}
+        wanted = calls.wanted(architecture)
+        return [BuildSizes(Profile.around([usual]), wanted)] if wanted else []
 
-    def _calls(self, engine: Engine) -> tuple[dict[str, int], ...]:
-        """The calls that an engine was compiled with."""
-        identity = engine.manifest.identity
-        free = {s: served.opt for s, served in architectures()[identity.architecture].free.items()
-                if s in identity.profile.ranges}  # fmt: skip
-        return tuple({**free, **sizes} for sizes in self.sizes(engine))
-
-    @staticmethod
-    def _symbols(network: NativeNetwork) -> set[str]:
-        """The symbols of a network's inputs; its precision does not matter for them."""
-        inputs = network.architecture().engine_inputs(network.module, network.precision)
-        return {dim.symbol for spec in inputs for dim in spec.dims if not isinstance(dim, int)}
-
-    def open_live(self, engine: Engine, sizes: dict[str, int], device: torch.device) -> compiled.Compiled:
-        """Open an engine's compiled file for some sizes, without the free ones, on a device.
+    def open_live(self, engine: Engine, device: torch.device) -> Kinds:
+        """Open an engine's compiled blocks on a device.
 
         Raises:
             Unavailable: the files were not made on this machine, or have changed.
         """
         if (refusal := trust.why_unusable(engine)) is not None:
             raise Unavailable(refusal.reason, refusal.detail)
-        name = next(name for name in engine.manifest.files if compiled.sizes_of(name) == sizes)
-        return opened_files.open_contents(engine.read_checked(name), device)
+        return opened_files.open_contents(engine.read_checked(next(iter(engine.manifest.files))), device)

@@ -1,4 +1,4 @@
-"""The step of a build that compiles a network in blocks: in the child process, on the device itself.
+"""The step of a build that compiles a network: in the child process, on the device itself.
 
 The network has no weights here: it only tells how its blocks are called. A block of each kind gets random ones while it
 is compiled and compared. So a build needs little memory, and does not disturb a prompt that runs.
@@ -18,9 +18,10 @@ from typing import Any
 import torch
 
 from ...comfy_model.torch_kernels import usual_attention
-from ...engine_library import measurements
+from ...engine_library import BuildError, measurements
 from .. import LiveTask, Progress
 from . import attention
+from .comparison import against, compared, figures
 from .compile_kinds import (
     Alike,
     BlockFunction,
@@ -31,7 +32,6 @@ from .compile_kinds import (
     packed,
     with_weights,
 )
-from .compile_step import against, compared, figures, inductors_failures
 from .compiled import Compiled, cpu_kind, file_name, lifted
 from .kinds import Kind, Layout, layout_of
 from .opened_files import kinds_in, open_one
@@ -74,7 +74,7 @@ def compile_blocks(function: torch.nn.Module, task: LiveTask, progress: Progress
         made: list[Kind] = []
         for result in begun:
             progress(f"compiling kind {len(made) + 1} of {len(found)}", 0.05 + 0.6 * len(made) / len(found))
-            with inductors_failures():
+            with _inductors_failures():
                 made.append(result())
     compiled = time.perf_counter()
     for number, (alike, kind, (kernel, timed)) in enumerate(zip(found, made, chosen, strict=True)):
@@ -88,11 +88,25 @@ def compile_blocks(function: torch.nn.Module, task: LiveTask, progress: Progress
                 for name, value in figures(block, run, inputs).items():
                     taken[name] = value if name == "driver" else taken[name] + value * alike.usual
     seconds = {"compile": compiled - started, "compare": time.perf_counter() - compiled}
-    name = file_name(task.sizes[0], task.free)
+    name = file_name(task.free)
     (task.folder / name).write_bytes(contents_of(of, made))
     about = {"cpu": cpu_kind()} if task.device.type == "cpu" else _speed(taken)
     parity = {**measurements.worst_case(record), "cases": record, "against": against(record), **about}
     return {"files": [name], "seconds": seconds, "parity": parity}
+
+
+@contextmanager
+def _inductors_failures() -> Iterator[None]:
+    """Raise what Inductor raises as BuildError."""
+    try:
+        yield
+    except Exception as error:
+        log.exception("Inductor failed")
+        text = (str(error).strip().splitlines() or [""])[0]
+        raise BuildError(
+            f"Inductor could not compile the network ({type(error).__name__}: {text}), so no engine was made and "
+            "the normal model keeps running; the build's log has more"
+        ) from error
 
 
 def _speed(taken: Mapping) -> dict:
@@ -107,8 +121,8 @@ def _cases(task: LiveTask) -> list[dict[str, int]]:
 
     The same again with each choice of what a call may go without.
     """
-    usual = {symbol: served.opt for symbol, served in task.free.items() if symbol in task.sizes[0]}
-    free = {symbol: task.free[symbol] for symbol in usual}
+    free = task.free
+    usual = {symbol: served.opt for symbol, served in free.items()}
     least = {symbol: max(1, served.min) for symbol, served in free.items()}
     more = {symbol: min(served.opt + max(1, served.opt // MORE), served.max) for symbol, served in free.items()}
     optional = [symbol for symbol, served in free.items() if served.min == 0]

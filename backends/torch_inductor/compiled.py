@@ -1,4 +1,4 @@
-"""Inductor's side: trace a network for one set of sizes, compile it, and keep the result in a file.
+"""Inductor's side: trace a block with some sizes left free, and compile it.
 
 The trace has the weights as inputs, so one file serves every checkpoint of a layout, and LoRAs. ``standalone_compile``
 makes a file that a new process opens in seconds: nothing is traced, guarded or looked up again.
@@ -13,17 +13,15 @@ import logging
 import platform
 import re
 import uuid
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ...comfy_model.torch_kernels import best_attention
 from ...engine_library import BuildError
 from . import graph_passes, inductor_tuning
-from .cache_folder import keep_others_out
 
 if TYPE_CHECKING:
     from .free_dimensions import FreeDimensions
@@ -123,31 +121,6 @@ def _named(function: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
     return sorted((*function.named_parameters(), *function.named_buffers()), key=lambda named: named[0])
 
 
-def compile_to_file(
-    function: torch.nn.Module,
-    weights: Sequence[torch.Tensor],
-    names: Sequence[str],
-    inputs: Sequence[torch.Tensor],
-    path: Path,
-    attention: str | None = None,
-) -> Compiled:
-    """Compile ``function`` for exactly these sizes and strides.
-
-    Args:
-        function: its parameters and buffers are called ``names``; their values are ``weights``. See ``lifted``.
-        inputs: examples, in order.
-        path: where to keep the result.
-        attention: the kernel that attention takes; None for the usual one.
-    """
-    keep_others_out()
-    let_kernels_be_recorded()  # who opens the file in this process may get these very kernels
-    with torch.inference_mode(False), torch.no_grad(), best_attention(inputs[0].device, attention):
-        graph, given = traced(function, weights, names, inputs)
-        compiled = by_inductor(graph, given)
-    compiled.save(path=str(path))
-    return compiled
-
-
 @contextmanager
 def _few_searches_for_garbage() -> Iterator[None]:
     before = gc.get_threshold()
@@ -164,12 +137,12 @@ def traced(
     weights: Sequence[torch.Tensor],
     names: Sequence[str],
     inputs: Sequence[torch.Tensor],
-    free: FreeDimensions | None = None,
+    free: FreeDimensions,
 ) -> tuple[torch.fx.GraphModule, list[torch.Tensor]]:
-    """The network as a graph, and examples of what that takes: weights, then inputs.
+    """A block as a graph, and examples of what that takes: weights, then inputs.
 
     Raises:
-        BuildError: the network makes a tensor of plain numbers, which no file would have.
+        BuildError: the block makes a tensor of plain numbers, which no file would have.
     """
     from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -180,10 +153,8 @@ def traced(
         return torch.func.functional_call(function, parameters, tensors[count:])
 
     given = [t.clone() if t.is_inference() else t for t in (*weights, *inputs)]
-    mode = "fake"
-    if free is not None:
-        given, mode = free.examples(given[:count], given[count:]), "symbolic"
-    graph = make_fx(flat, decomposition_table=inductor_tuning.TABLE, tracing_mode=mode)(*given)
+    given = free.examples(given[:count], given[count:])
+    graph = make_fx(flat, decomposition_table=inductor_tuning.TABLE, tracing_mode="symbolic")(*given)
     _refuse_numbers(graph)
     inductor_tuning.keep_channels_last(graph)
     graph_passes.write_out_quantised(graph)
@@ -198,17 +169,14 @@ def _refuse_numbers(graph: torch.fx.GraphModule) -> None:
 
 
 @_few_searches_for_garbage()
-def by_inductor(graph: torch.fx.GraphModule, given: Sequence[torch.Tensor], free: FreeDimensions | None = None) -> Any:
-    """Return what Inductor makes of a graph; examples of what that takes may be fake tensors."""
+def by_inductor(graph: torch.fx.GraphModule, given: Sequence[torch.Tensor], free: FreeDimensions) -> Any:
+    """Return what Inductor makes of a graph; ``given`` are examples of what that takes, fake tensors."""
     import torch._inductor
 
-    if free is not None:
-        # from its caches Inductor takes code without the conditions on sizes that it holds for
-        never_seen = torch.compiler.config.patch(cache_key_tag=uuid.uuid4().hex)
-        with _choices(), free.known_to_inductor(), never_seen:
-            return torch._inductor.standalone_compile(graph, given, dynamic_shapes="from_tracing_context", aot=True)
-    with _choices():
-        return torch._inductor.standalone_compile(graph, given, dynamic_shapes="from_example_inputs", aot=True)
+    # from its caches Inductor takes code without the conditions on sizes that it holds for
+    never_seen = torch.compiler.config.patch(cache_key_tag=uuid.uuid4().hex)
+    with _choices(), free.known_to_inductor(), never_seen:
+        return torch._inductor.standalone_compile(graph, given, dynamic_shapes="from_tracing_context", aot=True)
 
 
 def _choices() -> AbstractContextManager[None]:
@@ -221,22 +189,16 @@ def _choices() -> AbstractContextManager[None]:
     return our_rows()
 
 
-def file_name(symbols: Mapping[str, int], free: Collection[str] = ()) -> str:
-    """Name of the compiled file for some sizes, for example ``B2-H64-HB1-T77-W64.bin``.
-
-    Args:
-        free: the symbols that the file leaves free; the name has no size for them, as in ``B1-C64-L0-R64-T.bin``.
-    """
-    parts = (symbol if symbol in free else f"{symbol}{size}" for symbol, size in sorted(symbols.items()))
-    return "-".join(parts) + ".bin"
+def file_name(symbols: Iterable[str]) -> str:
+    """Name of an engine's file, by the symbols of its network's sizes: ``B-H-T-W.bin``."""
+    return "-".join(sorted(symbols)) + ".bin"
 
 
 def is_file_name(name: str) -> bool:
-    """Tell whether ``file_name`` gives such names."""
+    """Tell whether ``file_name`` gives such names, or did in earlier versions: those had sizes."""
     return bool(_FILE_NAME.fullmatch(name))
 
 
-def sizes_of(name: str) -> dict[str, int]:
-    """The inverse of ``file_name``, without the symbols that the file leaves free."""
-    parts = [(part.rstrip("0123456789"), part) for part in Path(name).stem.split("-")]
-    return {symbol: int(part.removeprefix(symbol)) for symbol, part in parts if symbol != part}
+def is_for_one_size(name: str) -> bool:
+    """Tell whether a file is of an earlier version, which compiled for each size."""
+    return any(map(str.isdigit, name))

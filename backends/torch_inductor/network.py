@@ -1,4 +1,4 @@
-"""One network run from its live weights: plainly, or by a compiled file where one fits the call's sizes."""
+"""One network run from its live weights: plainly, or with its blocks compiled."""
 
 from __future__ import annotations
 
@@ -18,19 +18,11 @@ from ...sessions.cuda_capture import wait_at_point
 from ...sessions.made_inputs import PerImagePasses
 from ...sessions.weight_ring import WeightRing
 from . import wiring
-from .compiled import Compiled, lifted, parameters_of
+from .compiled import lifted, parameters_of
 from .kinds import InBlocks, Kinds
 
 if TYPE_CHECKING:
     from comfy.model_patcher import ModelPatcher
-
-Sizes = frozenset[tuple[str, int]]
-"""The sizes of a call: (symbol, size)."""
-
-
-def frozen(symbols: Mapping[str, int]) -> Sizes:
-    """A call's sizes as a key."""
-    return frozenset(symbols.items())
 
 
 class LiveNetwork:
@@ -39,7 +31,8 @@ class LiveNetwork:
     Attributes:
         inputs, outputs: its tensors, in order.
         weights: where the parameters come from.
-        blocks: the layers that are compiled by kinds, or none.
+        blocks: the layers that can be compiled, or none.
+        compiled: the network with these layers compiled, once an engine was opened.
         shares: whether they may be ComfyUI's own where these lie on the GPU.
         per-image passes: what gives some of the inputs.
     """
@@ -57,12 +50,11 @@ class LiveNetwork:
         layers = set(copy.modules())
         self.function = architecture.function(copy)
         self.weights.forget(layers.difference(copy.modules()))
-        self._compiled: dict[Sizes, Compiled | InBlocks] = {}
-        self._flat: list[torch.Tensor] = []
+        self.blocks: Sequence[torch.nn.Module] = getattr(self.function, "blocks", ())
+        self.compiled: InBlocks | None = None
         self._of_blocks: list[list[torch.Tensor]] = []
         self._ring: WeightRing | None = None
-        self._flat_of = -1
-        self.blocks: Sequence[torch.nn.Module] = getattr(self.function, "blocks", ())
+        self._found_in = -1
         if (layer := getattr(self.function, "before_late", None)) is not None:
             layer.register_forward_hook(lambda *_: wait_at_point())
 
@@ -83,7 +75,7 @@ class LiveNetwork:
         self._let_go()
 
     def _let_go(self) -> None:
-        self._flat, self._of_blocks, self._ring, self._flat_of = [], [], None, -1
+        self._of_blocks, self._ring, self._found_in = [], None, -1
 
     @property
     def bytes(self) -> int:
@@ -93,8 +85,7 @@ class LiveNetwork:
     @property
     def streams(self) -> bool:
         """Tell whether weights of blocks may wait in main memory: each block then runs by itself."""
-        opened = any(isinstance(one, InBlocks) for one in self._compiled.values())
-        return opened and works(Feature.STREAMED)
+        return self.compiled is not None and works(Feature.STREAMED)
 
     @property
     def pinned(self) -> bool:
@@ -102,49 +93,36 @@ class LiveNetwork:
         return self._ring is None or self._ring.pinned
 
     def _find_weights(self) -> None:
-        """Find the weights anew where a tensor has moved, in the order that compiled files take them in."""
-        if self._flat_of != self.weights.generation:
+        """Find the blocks' weights anew where a tensor has moved, in the order that compiled blocks take them in."""
+        if self._found_in != self.weights.generation:
             self._let_go()  # first: a ring may hold much
-            self._flat = list(lifted(self.function).values())
             self._of_blocks = [list(lifted(block).values()) for block in self.blocks]
             outside = self.weights.outside_parameters()
             marks = [[id(parameter) in outside for parameter in parameters_of(block)] for block in self.blocks]
             self._ring = WeightRing(self._of_blocks, marks, self.device)
-            self._flat_of = self.weights.generation
-
-    def flat_weights(self) -> list[torch.Tensor]:
-        """The weights in the order that compiled files take them in."""
-        self._find_weights()
-        return self._flat
+            self._found_in = self.weights.generation
 
     def _weights_of_blocks(self) -> tuple[list[list[torch.Tensor]], WeightRing]:
         self._find_weights()
         return self._of_blocks, self._ring
 
-    def add_compiled(self, sizes: Sizes, compiled: Compiled | Kinds, engine: Engine | None = None) -> None:
-        """Use ``compiled``, an engine's, for calls of exactly these sizes."""
-        if isinstance(compiled, Kinds):
-            compiled = InBlocks(self.function, compiled, self._weights_of_blocks, wiring.judge_of(engine))
-        self._compiled[sizes] = compiled
+    def use_compiled(self, kinds: Kinds, engine: Engine) -> None:
+        """Run the blocks compiled from now on, as an engine has them."""
+        self.compiled = InBlocks(self.function, kinds, self._weights_of_blocks, wiring.judge_of(engine))
 
-    def forget_compiled(self, sizes: Sizes) -> None:
-        compiled = self._compiled.pop(sizes)
-        if isinstance(compiled, InBlocks):
-            compiled.close()
+    def forget_compiled(self) -> None:
+        """Run the blocks plainly again."""
+        if self.compiled is not None:
+            self.compiled.close()
+            self.compiled = None
 
-    def has_compiled(self, symbols: Mapping[str, int]) -> bool:
-        """Tell whether calls of these sizes run compiled."""
-        return frozen(symbols) in self._compiled
+    def run(self, inputs: Mapping[str, torch.Tensor], compiled: bool) -> dict[str, torch.Tensor]:
+        """One call on tensors of the right dtype, device and layout; output name -> tensor.
 
-    def run(self, inputs: Mapping[str, torch.Tensor], sizes: Sizes) -> dict[str, torch.Tensor]:
-        """One call on tensors of the right dtype, device and layout; output name -> tensor."""
+        Args:
+            compiled: whether compiled blocks serve calls of these sizes.
+        """
         given = [inputs[spec.name] for spec in self.inputs]
-        compiled = self._compiled.get(sizes)
         with best_attention(self.device):
-            if compiled is None:
-                results = self.function(*given)
-            elif isinstance(compiled, InBlocks):
-                results = compiled(*given)
-            else:
-                results = compiled(*self.flat_weights(), *given)
+            results = self.function(*given) if self.compiled is None else self.compiled(*given, compiled=compiled)
         return {spec.name: result for spec, result in zip(self.outputs, results, strict=True)}

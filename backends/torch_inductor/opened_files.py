@@ -36,40 +36,31 @@ _LAUNCHES = re.compile(r"(?P<before>_DeviceGuard\(|set_device\(|get_raw_stream\(
 _QUOTES = "'" * 3
 """Around the source of each kernel in a program."""
 
-_opened: dict[tuple[bytes, int | None], Compiled | Kinds] = {}
+_opened: dict[tuple[bytes, int | None], Kinds] = {}
 """By a file's hash and its GPU. A program has no weights, and calls do not change it."""
 _lock = threading.Lock()
 
 
-def open_file(path: Path) -> Compiled | Kinds:
-    """Open a file that this process has just written."""
-    return _open(path.read_bytes(), None)
-
-
-def open_contents(contents: bytes, device: torch.device) -> Compiled | Kinds:
+def open_contents(contents: bytes, device: torch.device) -> Kinds:
     """Open what such a file holds, or return what was opened before: a pickle, which the caller knows to be ours."""
     key = hashlib.sha256(contents).digest(), device.index if device.type == "cuda" else None
     with _lock:
         if key not in _opened:
-            _opened[key] = _open(contents, key[1])
+            of, kinds = _read(contents)
+            _opened[key] = Kinds(of, kinds, [open_one(kind.contents, key[1]) for kind in kinds])
         return _opened[key]
 
 
 def kinds_in(contents: bytes) -> list[Kind]:
-    """The kinds of blocks in a file that the caller knows to be ours; none in one of a whole network."""
-    return _kinds(contents)[1] if contents.startswith(KINDS_HEADER) else []
+    """The kinds of blocks in a file that the caller knows to be ours."""
+    return _read(contents)[1]
 
 
-def _kinds(contents: bytes) -> tuple[list[tuple[int, ...]], list[Kind]]:
+def _read(contents: bytes) -> tuple[list[tuple[int, ...]], list[Kind]]:
+    if not contents.startswith(KINDS_HEADER):
+        raise ValueError("it holds no kinds of blocks")
     of, kinds = pickle.loads(contents[len(KINDS_HEADER) :])
     return of, [Kind(**kind) for kind in kinds]
-
-
-def open_one(contents: bytes) -> Compiled:
-    """Open one of Inductor's files in the process that compiles."""
-    compiled = _open(contents, None)
-    assert not isinstance(compiled, Kinds)
-    return compiled
 
 
 def ahead(open_file: Callable[[], object], device: torch.device) -> threading.Thread:
@@ -101,26 +92,24 @@ def import_ahead() -> threading.Thread:
     return thread
 
 
-def _open(contents: bytes, gpu: int | None) -> Compiled | Kinds:
+def open_one(contents: bytes, gpu: int | None = None) -> Compiled:
+    """Open one of Inductor's files.
+
+    Args:
+        gpu: the number of the GPU that is to run it; None for a CPU, and in the process that has compiled it.
+    """
     import torch._inductor.config
 
     keep_others_out()
     let_kernels_be_recorded()
     # nothing is compiled here, and starting Inductor's pool of compilers would keep all cores busy for seconds
     with torch._inductor.config.patch(compile_threads=1), torch.inference_mode(False), torch.no_grad():
-        if contents.startswith(KINDS_HEADER):
-            of, kinds = _kinds(contents)
-            return Kinds(of, kinds, [_one(kind.contents, gpu) for kind in kinds])
-        return _one(contents, gpu)
-
-
-def _one(contents: bytes, gpu: int | None) -> Compiled:
-    opened = _without_a_copy(contents, gpu)
-    if opened is None:
-        with tempfile.TemporaryDirectory() as folder:
-            path = Path(folder) / "compiled"
-            path.write_bytes(contents)
-            opened = torch._inductor.CompiledArtifact.load(path=str(path))
+        opened = _without_a_copy(contents, gpu)
+        if opened is None:
+            with tempfile.TemporaryDirectory() as folder:
+                path = Path(folder) / "compiled"
+                path.write_bytes(contents)
+                opened = torch._inductor.CompiledArtifact.load(path=str(path))
     return opened
 
 

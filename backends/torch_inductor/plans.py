@@ -8,11 +8,10 @@ from dataclasses import dataclass
 import torch
 
 from ...architectures import Architecture
-from ...architectures.calls import UncoveredCall, file_sizes, lacking_words
+from ...architectures.calls import ANY_SIZE, UncoveredCall, is_compiled
 from ...architectures.shapes import ShapeMismatch, TensorSpec, bind
 from ...engine_library import Reason, Unavailable
 from ...sessions.session import misfit
-from .network import Sizes, frozen
 
 MOST = 256
 """Sets of shapes that are remembered."""
@@ -20,11 +19,11 @@ MOST = 256
 
 @dataclass(frozen=True)
 class Plan:
-    """A call's sizes; ``sizes`` are those of its compiled file, ``uncovered`` is the call where there is none."""
+    """A call's sizes, and whether compiled blocks serve it: ``uncovered`` is the call where these are not there."""
 
     symbols: dict[str, int]
-    sizes: Sizes
-    uncovered: UncoveredCall
+    compiled: bool
+    uncovered: UncoveredCall | None
 
 
 class Plans:
@@ -56,5 +55,6 @@ class Plans:
             raise misfit(error) from None
         if unknown := given.keys() - self._names:
             raise Unavailable(Reason.UNSUPPORTED_INPUT, f"the network has no input {sorted(unknown)[0]}")
-        sizes, words = frozen(file_sizes(self._architecture, symbols)), lacking_words(self._architecture, symbols)
-        return Plan(symbols, sizes, UncoveredCall(frozen(symbols), words, self._ran))
+        compiled = is_compiled(self._architecture, symbols)
+        uncovered = UncoveredCall(frozenset(symbols.items()), ANY_SIZE, self._ran)
+        return Plan(symbols, compiled, uncovered if compiled else None)

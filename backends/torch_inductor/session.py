@@ -1,4 +1,4 @@
-"""A session of the torch backend: a live network with CUDA graphs, per-image passes and compiled files."""
+"""A session of the torch backend: a live network with CUDA graphs, per-image passes and compiled blocks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import torch
 
-from ...architectures.calls import AsyncInputs, Call, UncoveredCall, file_sizes, lacking_words, words_of
+from ...architectures.calls import ANY_SIZE, EVERY_SIZE, AsyncInputs, UncoveredCall, is_compiled, serves_every_size
 from ...architectures.shapes import Profile
 from ...architectures.user_attention import called, calling_users
 from ...comfy_model.changed_layers import structure_of
@@ -26,8 +26,8 @@ from ...sessions.gpu_memory import is_out_of_memory, room_to_compute, tried_agai
 from ...sessions.made_inputs import Zeros
 from ...sessions.session import first_line, refusal_of, refuse, shared
 from . import opened_files
-from .compiled import Compiled
-from .network import LiveNetwork, Sizes, frozen
+from .kinds import Kinds
+from .network import LiveNetwork
 from .plans import Plan, Plans
 from .weight_places import WeightPlaces
 
@@ -46,22 +46,20 @@ class Compiler(Protocol):
 
     def cannot_build(self, device: torch.device) -> Fallback | None: ...
 
-    def sizes(self, engine: Engine) -> list[dict[str, int]]: ...
-
-    def open_live(self, engine: Engine, sizes: dict[str, int], device: torch.device) -> Compiled: ...
+    def open_live(self, engine: Engine, device: torch.device) -> Kinds: ...
 
 
 class LiveSession:
-    """Serves calls from a network's live weights, see ``Session``; without an engine too: one makes some sizes faster.
+    """Serves calls from a network's live weights, see ``Session``; without an engine too: one makes them faster.
 
     It does not keep the network's model: whoever calls does.
 
     Attributes:
         label: the network's.
-        engines: the engines whose compiled files it may use.
+        engines: the engines that were found; it uses one.
         graphs: the CUDA graphs.
-        refusal: why a compiled file was not opened, or None.
-        uncovered: the last call, where no compiled file was for it, or None.
+        refusal: why an engine was not opened, or None.
+        uncovered: the last call, where an engine would have served it, or None.
     """
 
     follows_patches = True
@@ -85,9 +83,8 @@ class LiveSession:
         self.graphs = GraphCache(self.device, capture=recorder, steady=[*steady, *self._live.passes.steady])
         self._zeros = Zeros(self.device, partial(strides_laid_out, device=self.device))
         self._plans = Plans(self._architecture, self._live.inputs, self.device)
-        self._files: dict[Sizes, Engine] = {}  # to be opened at the first call of their sizes
-        self._opened: dict[Sizes, Engine] = {}
-        self._last: Sizes = frozenset()
+        self._engine: Engine | None = None  # opened at the first call
+        self._served = False  # the last call, by the engine
         self.uncovered: UncoveredCall | None = None
         self._new_run = True
         self.refusal: str | None = None
@@ -103,11 +100,11 @@ class LiveSession:
 
     @property
     def name(self) -> str:
-        return self._opened[self._last].folder.name if self._last in self._opened else "live weights, CUDA graph"
+        return self.serving[0].folder.name if self._served else "live weights, CUDA graph"
 
     @property
     def serving(self) -> list[Engine]:
-        return [self._opened[self._last]] if self._last in self._opened else []
+        return [self._engine] if self._served else []
 
     @property
     def loaded(self) -> bool:
@@ -119,7 +116,7 @@ class LiveSession:
         self._follow()
         self._new_run = False
         weights = self._live.weights
-        return id(self), weights.generation, weights.version, frozenset(self._opened)
+        return id(self), weights.generation, weights.version, id(self._live.compiled)
 
     @property
     def remark(self) -> str:
@@ -154,9 +151,9 @@ class LiveSession:
         return self._live.weights.most_bytes if patcher is not None and self.owns_weights(patcher) else 0
 
     def use(self, engines: Sequence[Engine], passed_over: Fallback | None = None) -> None:
-        """Take compiled files from these engines, the first that has some sizes; or go without.
+        """Take the compiled blocks of one of these engines; or go without.
 
-        An engine that was built again in its folder is another engine; files of engines that stay are not opened again.
+        An engine that was built again in its folder is another engine. One that stays is not opened again.
 
         Args:
             passed_over: why an engine that is there is none of these.
@@ -165,30 +162,22 @@ class LiveSession:
         if list(engines) == self.engines:
             return
         self.engines = list(engines)
-        self._files = {}
-        for sizes, engine in list(self._opened.items()):
-            if engine not in self.engines:
-                del self._opened[sizes]
-                self._live.forget_compiled(sizes)
         self.refusal = next(filter(None, map(refusal_of, self.engines)), None)
-        for engine in self.engines:
-            for sizes in map(frozen, self.backend.sizes(engine) if refusal_of(engine) is None else ()):
-                if sizes not in self._opened:
-                    self._files.setdefault(sizes, engine)
+        if self._engine not in self.engines:
+            self._forget_engine()
+            self._engine = next((engine for engine in self.engines if refusal_of(engine) is None), None)
         self.graphs.clear()
-        if self.device.type == "cuda" and (engine := self._files.get(frozenset())) is not None:  # for every size
-            opened_files.ahead(partial(self.backend.open_live, engine, {}, self.device), self.device)
+        if self.device.type == "cuda" and self._engine is not None and not self._opened:
+            opened_files.ahead(partial(self.backend.open_live, self._engine, self.device), self.device)
 
     def serves(self, sizes: Mapping[str, int]) -> Fallback | None:
-        known = frozen(file_sizes(self._architecture, sizes))
-        if self._architecture.per_step or known in self._opened or known in self._files:
+        if self._architecture.per_step or self._engine is not None and is_compiled(self._architecture, sizes):
             return None
         return self._not_compiled(sizes)
 
     @property
-    def compiled(self) -> list[Call]:
-        """The calls that there are compiled files for, without the sizes that these leave free."""
-        return [dict(sizes) for sizes in (*self._opened, *self._files)]
+    def _opened(self) -> bool:
+        return self._live.compiled is not None
 
     def begin_run(self, patcher: ModelPatcher) -> None:
         """A sampling run starts: look at every weight's place again at the next call."""
@@ -268,7 +257,7 @@ class LiveSession:
 
     def _follow(self) -> None:
         patcher = self._sampled_with()
-        self._places.follow(patcher, self.owns_weights(patcher), self._new_run, self._open_blocks)
+        self._places.follow(patcher, self.owns_weights(patcher), self._new_run, self._open_engine)
 
     def _with_less(self) -> None:
         """Hold less: no graphs, and fewer weights where some are streamed or there are no graphs."""
@@ -286,38 +275,40 @@ class LiveSession:
         self._new_run = False
         given = self._live.passes.run(given, extras, (self._live.weights.version, called()))
         plan = self._plans.of(given)
-        self._last = plan.sizes
-        if plan.sizes in self._files:
-            self._open_compiled(plan.sizes)
-        if not self._architecture.per_step and plan.sizes not in self._opened:
+        if plan.compiled:
+            self._open_engine()
+        self._served = plan.compiled and self._opened
+        if not self._architecture.per_step and not self._served:
             raise Unavailable.of(self._not_compiled(plan.symbols))
         try:
             results = self._computed(given, plan, late)
         except (Unavailable, torch.OutOfMemoryError):
             raise
         except Exception as error:
-            if plan.sizes not in self._opened or is_out_of_memory(error):
+            if not self._served or is_out_of_memory(error):
                 raise
-            self._refuse(self._opened[plan.sizes], error)
+            self._refuse(error)
             self._follow()
             results = self._computed(given, plan, late)
-        self.uncovered = None if plan.sizes in self._opened else plan.uncovered
+        self.uncovered = None if self._served else plan.uncovered
         return dict(results)
 
     def _not_compiled(self, sizes: Mapping[str, int]) -> Fallback:
-        """The reason for a call that live weights do not serve without a compiled file."""
-        words = lacking_words(self._architecture, sizes)
-        uncovered, advice = UncoveredCall(frozen(sizes), words, "native"), f"build again for {words}"
-        detail = f"nothing is compiled for {words}"
-        return Fallback(Reason.SHAPE_OUTSIDE_PROFILE, detail, uncovered=uncovered, advice=advice)
+        """The reason for a call that live weights do not serve without compiled blocks."""
+        if not is_compiled(self._architecture, sizes):
+            detail = f"torch compiles nothing for {self._architecture.call_words(sizes)}"
+            return Fallback(Reason.SHAPE_OUTSIDE_PROFILE, detail, advice="choose another size if you want the engine")
+        uncovered = UncoveredCall(frozenset(sizes.items()), ANY_SIZE, "native")
+        return Fallback(Reason.SHAPE_OUTSIDE_PROFILE, f"nothing is compiled for {ANY_SIZE}", uncovered=uncovered,
+                        advice=f"build again for {ANY_SIZE}")  # fmt: skip
 
     def _computed(
         self, given: Mapping[str, torch.Tensor], plan: Plan, late: AsyncInputs | None
     ) -> dict[str, torch.Tensor]:
         if not self._architecture.per_step:
-            return self._live.run(self._prepared(given, plan.symbols), plan.sizes)
+            return self._live.run(self._prepared(given, plan.symbols), plan.compiled)
         return self.graphs.run(
-            lambda tensors: self._live.run(tensors, plan.sizes),
+            lambda tensors: self._live.run(tensors, plan.compiled),
             given,
             token=(self._live.weights.generation, called()),
             prepare=lambda tensors: self._prepared(tensors, plan.symbols),
@@ -335,37 +326,33 @@ class LiveSession:
                 inputs[name] = laid_out(tensor.to(self.device, getattr(torch, self._specs[name].dtype)))
         return inputs
 
-    def _open_blocks(self) -> None:
-        """Open the compiled file for every size, if there is one."""
-        if frozenset() in self._files:
-            self._open_compiled(frozenset())
-
-    def _open_compiled(self, sizes: Sizes) -> None:
-        """Open the compiled file for some sizes; where that fails the network runs uncompiled."""
-        engine = self._files.pop(sizes)
+    def _open_engine(self) -> None:
+        """Open the engine's compiled blocks, if there is one; where that fails the network runs uncompiled."""
+        engine = self._engine
+        if engine is None or self._opened:
+            return
         started = time.perf_counter()
         try:
-            opened = self.backend.open_live(engine, dict(sizes), self.device)
-            self._live.add_compiled(sizes, opened, engine)
+            self._live.use_compiled(self.backend.open_live(engine, self.device), engine)
         except Exception as error:
-            self._refuse(engine, error)
+            self._refuse(error)
             return
-        self._opened[sizes] = engine
         took = time.perf_counter() - started
         log.info("Hybrid TRT: opened %s on %s in %.1f s", engine.folder.name, self.device, took)
 
-    def _refuse(self, engine: Engine, error: Exception) -> None:
-        """Go on without an engine whose files cannot be opened, or not run; until it is built again."""
+    def _refuse(self, error: Exception) -> None:
+        """Go on without the engine, which cannot be opened, or not run; until it is built again."""
         self.refusal = str(error) if isinstance(error, Unavailable) else first_line(error)
-        refuse(engine, self.refusal)
-        self._files = {sizes: other for sizes, other in self._files.items() if other != engine}
-        for sizes in [sizes for sizes, other in self._opened.items() if other == engine]:
-            del self._opened[sizes]
-            self._live.forget_compiled(sizes)
+        refuse(self._engine, self.refusal)
+        self._forget_engine()
         if not self._live.streams:
             self._live.move_out(())
         self.graphs.clear()
-        log.warning("Hybrid TRT: %s runs uncompiled for these sizes (%s)", self.label, first_line(error))
+        log.warning("Hybrid TRT: %s runs uncompiled (%s)", self.label, first_line(error))
+
+    def _forget_engine(self) -> None:
+        self._live.forget_compiled()
+        self._engine, self._served = None, False
 
     def status(self, wanted: Profile, beyond: str = "run at normal speed") -> str:
         start = f"torch {self._precision} on live weights"
@@ -373,12 +360,12 @@ class LiveSession:
             return f"{start}, not compiled: {self.refusal}; build it again"
         if not self.engines:
             already = ": already faster" if self.device.type == "cuda" else ""
-            more = "; build for full speed" if self.backend.cannot_build(self.device) is None else ""
+            builds = serves_every_size(self._architecture) and self.backend.cannot_build(self.device) is None
+            more = "; build for full speed" if builds else ""
             why = f". The engine that is there is not used: {self.passed_over}" if self.passed_over else ""
             return f"{start}, not compiled{already}{more}{why}"
-        words = dict.fromkeys(words_of(self._architecture, call) for call in self.compiled)
-        size = sum(engine.manifest.bytes for engine in self.engines)
-        return f"{start}, compiled for {'; '.join(words)}, {size / 1e6:.0f} MB{'; ' * bool(self.remark)}{self.remark}"
+        size = sum(engine.manifest.bytes for engine in self.engines) / 1e6
+        return f"{start}, compiled for {EVERY_SIZE}, {size:.0f} MB{'; ' * bool(self.remark)}{self.remark}"
 
 
 def live_session(network: NativeNetwork, backend: Compiler, precision: str) -> LiveSession:

@@ -11,8 +11,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ...architectures.calls import serves_every_size
-from ...architectures.shapes import Profile
+from ...architectures.shapes import Profile, symbols_in
 from ...backends import BuildRequest, LiveTask, Progress
 from ...comfy_model.comfyui_shims import import_comfyui
 from .task import Task, architecture_of, backend_of, function_of, tensors_of
@@ -81,7 +80,7 @@ def build(task: Task, progress: Progress) -> dict:
 
 
 def compile_network(task: Task, progress: Progress) -> dict:
-    """Let a backend that runs live weights compile the network for the sizes of ``compiled``.
+    """Let a backend that runs live weights compile the network.
 
     The task has the network and the backend (see ``task``), the ``device`` (``cuda`` or ``cpu``) and the names of files
     that are ``known``. It may have the number of ``helpers`` that there is room for.
@@ -94,11 +93,12 @@ def compile_network(task: Task, progress: Progress) -> dict:
 
     inputs, outputs = tensors_of(task)
     device, folder = torch.device(task["device"]), Path(task["folder"])
-    architecture = architecture_of(task)
-    function = function_of(task, "meta" if serves_every_size(architecture) else device.type)[0]
+    symbols = symbols_in(inputs)
+    free = {symbol: served for symbol, served in architecture_of(task).free.items() if symbol in symbols}
+    function = function_of(task, "meta")[0]
     known = [(folder / name).read_bytes() for name in task["known"]]
-    order = LiveTask(inputs, outputs, task["compiled"], task["precision"], device, folder, architecture.free, known,
-                     task["calls_attention"], task.get("helpers", 0), helpers)  # fmt: skip
+    order = LiveTask(inputs, outputs, task["precision"], device, folder, free, known, task["calls_attention"],
+                     task.get("helpers", 0), helpers)  # fmt: skip
     return backend_of(task).compile(function, order, progress)
 
 

@@ -1,99 +1,33 @@
-"""Any size that a graph asks for is compiled: one more is added beside what is there, and what is not is told."""
+"""A build is for any size: a node orders one, whatever its graph asks for, and engines for one size are outdated."""
 
 from __future__ import annotations
 
-import os
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from hybrid_trt.architectures.calls import RequestedCalls, UncoveredCall, calls_to_compile
-from hybrid_trt.architectures.families.stable_diffusion import UNetArchitecture
-from hybrid_trt.architectures.shapes import Picture, Profile, Range, RequestedSizes, Symbol
-from hybrid_trt.architectures.sizes import ANY
-from hybrid_trt.backends import BuildSizes
+from hybrid_trt.architectures.calls import RequestedCalls
+from hybrid_trt.architectures.shapes import Picture, Profile, Range
+from hybrid_trt.backends import backends
+from hybrid_trt.backends.lookup import Found, refusals
 from hybrid_trt.backends.torch_inductor.compiled import file_name
+from hybrid_trt.comfy_model.hash_cache import source_changed
 from hybrid_trt.comfy_model.network import NativeNetwork
 from hybrid_trt.engine_builder.build import build_engine
 from hybrid_trt.engine_builder.order import BuildOrder
 from hybrid_trt.engine_library import Engine, Library, trust
+from hybrid_trt.engine_library.inventory import STALE, entries
 from hybrid_trt.nodes import building
 from hybrid_trt.page_api.graph_pictures import asked_pictures
 from hybrid_trt.page_api.workflow_graph import network_inputs
-from hybrid_trt.sampling import engine_status
 from hybrid_trt.sampling.engine_handle import EngineChoice, EngineHandle
-from hybrid_trt.sampling.engine_status import status
-from live_sessions import TORCH, error, given_for
-from live_sessions import opened as opened_for
+from hybrid_trt.sampling.engine_status import lacks_engine, status
+from live_sessions import TORCH, given_for
 from small_networks import network
-
-PROFILE = ANY.profile(RequestedSizes()).only("BHWT")
-PORTRAIT = {"B": 2, "H": 152, "W": 104, "T": 77}
-
-
-def call(width: int, height: int, batch: int = 2, tokens: int = 77) -> dict[str, int]:
-    return {"B": batch, "H": height // 8, "W": width // 8, "T": tokens}
-
-
-def lacking(pictures: list[Picture], seen: list[dict] | None = None, compiled: list[dict] | None = None) -> list:
-    return calls_to_compile(ANY, RequestedCalls(PROFILE, pictures, seen), "BHWT", compiled or [])
-
-
-@pytest.mark.parametrize("tokens", [77, 154, 231])
-@pytest.mark.parametrize("batch", [1, 2, 3, 4])
-@pytest.mark.parametrize("size", [(832, 1216), (1216, 832), (512, 768)])
-def test_each_size_that_a_run_made_is_wanted_exactly_until_a_file_is_for_it(
-    size: tuple[int, int], batch: int, tokens: int
-) -> None:
-    made = call(*size, batch, tokens)
-    square = call(512, 512)
-    assert lacking([], [made], [square]) == [[made]]
-    assert lacking([], [made], [square, made]) == []
-    others = [made | {"B": batch + 1}, made | {"T": tokens + 77}, made | {"W": made["H"], "H": made["W"]}]
-    assert lacking([], [made], others) == [[made]], "neighbours do not count"
-
-
-def test_a_picture_that_the_graph_asks_for_is_wanted_and_not_what_the_profile_is_best_at() -> None:
-    assert lacking([Picture(832, 1216, (2,))]) == [[PORTRAIT]]
-    assert lacking([Picture(832, 1216, (6, 3))]) == [[PORTRAIT | {"B": 6}, PORTRAIT | {"B": 3}]]
-    assert lacking([Picture(832, 1216, (2,))], None, [call(1216, 832)]) == [[PORTRAIT]], "portrait is no landscape"
-    assert lacking([]) == [[call(512, 512), call(512, 512, 1)]], "where nothing tells: the best size"
-    assert lacking([], None, [call(512, 512)]) == []
-
-
-def test_a_picture_has_the_tokens_that_its_run_had() -> None:
-    """So that a long prompt is compiled for once, and not for 77 tokens besides."""
-    picture = [Picture(832, 1216, (2,))]
-    long = PORTRAIT | {"T": 154}
-    assert lacking(picture, [long]) == [[long]]
-    assert lacking(picture, [], [long]) == []
-    assert lacking(picture, [long], [PORTRAIT]) == [[long]]
-    made = [PORTRAIT, call(512, 512), PORTRAIT | {"B": 1}, long]
-    wanted = [[PORTRAIT, PORTRAIT | {"B": 1}], [call(512, 512)], [long]]
-    assert lacking([], made) == wanted, "sizes of one picture are one engine"
-
-
-def test_a_network_of_image_tokens_tells_what_lacks_without_telling_a_height() -> None:
-    """Of such a call nobody knows which picture it samples."""
-
-    def calls(_profile: Profile, picture: Picture) -> list[dict[str, int]]:
-        return [{"B": batch, "N": picture.width * picture.height // 256, "T": 9} for batch in picture.batches]
-
-    symbols = {"B": Symbol("batch"), "N": Symbol("image tokens"), "T": Symbol("words", of_picture=False)}
-    tokens = SimpleNamespace(symbols=symbols, calls=calls, batch="B", free={})
-    square, wide = Picture(512, 512, (2,)), Picture(1024, 512, (2,))
-    requested = RequestedCalls(Profile({"B": Range(1, 2, 4), "N": Range(1, 9, 9999)}), [square, wide])
-
-    def lack(*compiled: dict[str, int]) -> list[list[dict[str, int]]]:
-        return calls_to_compile(tokens, requested, "BNT", compiled)
-
-    assert lack() == [[{"B": 2, "N": 1024, "T": 9}], [{"B": 2, "N": 2048, "T": 9}]]
-    assert lack({"B": 2, "N": 1024, "T": 300}) == [[{"B": 2, "N": 2048, "T": 9}]], "a prompt of another length"
-    assert lack({"B": 1, "N": 1024, "T": 9}, {"B": 2, "N": 2048, "T": 9}) == [[{"B": 2, "N": 1024, "T": 9}]]
 
 
 def graph(width: Any = 832, height: int = 1216, images: int = 1, **sampler: Any) -> dict[str, Any]:
@@ -188,103 +122,98 @@ def test_a_guider_tells_the_batch_of_custom_sampling(
 # --- with a compiler that takes no time ---
 
 SMALL = Profile({"B": Range(1, 2, 4), "H": Range(4, 8, 40), "W": Range(4, 8, 40), "T": Range(77, 77, 231)})
-A, B = {"B": 2, "H": 8, "W": 8, "T": 77}, {"B": 2, "H": 12, "W": 8, "T": 154}
+INSIDE, BEYOND = Picture(64, 64, (2,)), Picture(64, 640, (2,))
+SEEN = {"B": 2, "H": 80, "W": 8, "T": 154}
 
 
 @pytest.fixture
 def built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Engine]:
-    """Builds for some calls; what it keeps is the network itself, opened by ``opened``."""
+    """Builds an engine that no test opens for real, with a file of some name."""
     monkeypatch.setenv(trust.FOLDER_VARIABLE, str(tmp_path / "keys"))
     monkeypatch.setattr(type(TORCH), "cannot_build", lambda *_: None)
-    monkeypatch.setattr(UNetArchitecture, "free", {})  # as a network that is compiled whole has it
     library = Library([tmp_path / "library"])
 
-    def compiler(task: dict, *_: object) -> dict:
-        names = [file_name(sizes) for sizes in task["compiled"]]
-        for name in names:
+    def build(net: NativeNetwork, profile: Profile, name: str = file_name("BHWT")) -> Engine:
+        def compiler(task: dict, *_: object) -> dict:
             (Path(task["folder"]) / name).write_bytes(random.randbytes(8))
-        return {"files": names, "parity": {"rel_err": 0.0}, "seconds": {}}
+            return {"files": [name], "parity": {"rel_err": 0.0}, "seconds": {}}
 
-    def build(net: NativeNetwork, *calls: dict[str, int], again: bool = False) -> Engine:
-        order = BuildOrder(net, "float32", Profile.around(calls), TORCH, calls=calls)
-        return build_engine(order, library, lambda *_: None, run=compiler, again=again)
+        return build_engine(BuildOrder(net, "float32", profile, TORCH), library, lambda *_: None, run=compiler)
 
     build.library = library
     return build
 
 
-def test_one_more_size_stands_beside_the_others_and_nothing_is_lost_or_opened_again(
-    built: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("pictures", "seen", "builds"), [
+    ((), None, 1), ((INSIDE, BEYOND), None, 1), ((), [SEEN], 1), ((INSIDE,), [SEEN, SEEN | {"B": 1}], 1), ((), [], 0)],
+    ids=["nothing is known", "pictures", "a run", "both", "a run that lacked nothing"])  # fmt: skip
+def test_one_engine_is_wanted_for_all_that_a_graph_and_a_run_show_and_none_beside_it(
+    built: Callable[..., Engine], pictures: tuple[Picture, ...], seen: list | None, builds: int
 ) -> None:
-    net, opened = network("unet", "unlike_levels"), []
-    session = opened_for(net)
-
-    def open_live(_self: Any, engine: Engine, symbols: dict[str, int], _device: Any) -> Callable[..., tuple]:
-        opened.append((engine.folder.name, symbols["T"]))
-        return lambda *tensors: session.live.function(*tensors[len(session.live.flat_weights()) :])
-
-    monkeypatch.setattr(type(TORCH), "open_live", open_live)
-
-    def run(sizes: dict[str, int]) -> str | None:
-        assert error(session, net, given_for(net, 3, **sizes)) <= 1e-5
-        return session.uncovered and session.uncovered.words
-
-    assert run(A) == "64x64, 77 tokens"
-    first = built(net, A)
-    before = {file: os.stat(file).st_ino for file in first.folder.iterdir()}
-    session.use([first])
-    assert [run(A), run(B), run(A), run(B)] == [None, "64x96, 154 tokens"] * 2
-    assert (session.name, session.serving) == ("live weights, CUDA graph", [])
-    seen = RequestedCalls(SMALL, (), [dict(session.uncovered.sizes)])
-    assert TORCH.to_build(net, seen, [first]) == [BuildSizes(Profile.around([B]), (B,))]
-
-    second = built(net, B)
-    assert second.folder != first.folder
-    assert {file: os.stat(file).st_ino for file in before} == before, "what was compiled stays as it is"
-    assert built(net, A) == first, "what is there is not compiled again"
-    session.use([first, second])
-    assert [run(A), run(B), run(A), run(B)] == [None] * 4
-    assert (session.name, session.serving) == (second.folder.name, [second])
-    assert opened == [(first.folder.name, 77), (second.folder.name, 154)]
-    drawn = RequestedCalls(SMALL, (Picture(64, 96, (2,)), Picture(64, 64, (2,))), [])
-    assert TORCH.to_build(net, drawn, [first, second]) == []
-    status = session.status(SMALL)
-    assert "compiled for 64x64, 77 tokens; 64x96, 154 tokens, " in status
-
-    third = built(net, A, again=True)
-    session.use([third, second])
-    assert [run(A), run(B)] == [None, None]
-    assert opened[2:] == [(first.folder.name, 77)], "only what was built again"
+    net = network("unet", "unlike_levels")
+    asked = RequestedCalls(SMALL, pictures, seen)
+    parts = TORCH.to_build(net, asked, [])
+    assert len(parts) == builds
+    free = net.architecture().free
+    assert all(part.profile == Profile.around([{s: free[s].opt for s in "BHWT"}]) for part in parts)
+    assert TORCH.to_build(net, asked, [built(net, SMALL)]) == []
 
 
-def test_a_build_orders_what_is_lacking_and_anew_only_what_is_there_or_was_not_opened(
+@pytest.mark.parametrize(("pictures", "seen", "builds"), [
+    ((INSIDE,), None, 0), ((INSIDE, BEYOND), None, 1), ((INSIDE,), [SEEN], 1), ((INSIDE,), [], 0)])  # fmt: skip
+def test_beside_an_engine_of_another_backend_one_is_wanted_for_calls_that_this_does_not_serve(
+    tmp_path: Path, pictures: tuple[Picture, ...], seen: list | None, builds: int, built: Callable[..., Engine]
+) -> None:
+    net, ort = network("unet", "unlike_levels"), backends()["onnxruntime"]
+    manifest = built(net, SMALL).manifest
+    engine = Engine(tmp_path, replace(manifest, identity=replace(manifest.identity, backend="onnxruntime")))
+    found = Found(ort, TORCH, [engine], live=TORCH)
+    assert len(found.to_build(net, RequestedCalls(SMALL, pictures, seen))) == builds
+
+
+def test_a_node_orders_one_build_and_anew_what_is_there_or_was_not_opened(
     built: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     net = network("unet", "unlike_levels")
-    run = SimpleNamespace(uncovered={UncoveredCall(frozenset(B.items()), "64x96, 154 tokens", "eager"): 2})
-    monkeypatch.setattr(engine_status, "last_run", lambda key: ("prompt", [run]))
-    choice = EngineChoice(SMALL, "float32", "torch", pictures=(Picture(64, 64, (2,)),))
-    handle = EngineHandle.look_up(net, choice, built.library, "node", "key")
+    handle = EngineHandle.look_up(net, EngineChoice(SMALL, "float32", "torch", pictures=(INSIDE, BEYOND)),
+                                  built.library, "node", "key")  # fmt: skip
 
-    def orders() -> list[tuple]:
+    def orders() -> list[tuple[Profile, bool]]:
         handle.refresh()
-        return [(*order.calls, order.profile, anew) for order, anew in building._orders(handle)]
+        return [(order.profile, anew) for order, anew in building._orders(handle)]
 
-    assert orders() == [(B, Profile.around([B]), False), (A, Profile.around([A]), False)]
-    first = built(net, A)
-    assert orders() == [(B, Profile.around([B]), False)]
-    assert "Not compiled for 64x96, 154 tokens; build for full speed" in status(handle)
-    second = built(net, B)
-    both = {(*TORCH.sizes(engine)[0].items(),) for engine in (first, second)}
-    found = orders()
-    assert {(*call.items(),) for call, _, _ in found} == both
-    assert [anew for _, _, anew in found] == [True, True]
-    assert "Not compiled" not in status(handle)
+    ((profile, anew),) = orders()
+    assert not anew
+    assert "not compiled; build for full speed" in status(handle)
+    built(net, profile)
+    assert orders() == [(profile, True)]
+    assert "compiled for every size" in status(handle)
 
-    def fails(_self: Any, engine: Engine, _symbols: dict) -> None:
+    def fails(*_: object) -> None:
         raise OSError("the disk is gone")
 
     monkeypatch.setattr(type(TORCH), "open_live", fails)
     with torch.inference_mode():
-        handle.session.run(given_for(net, 3, **B))
-    assert orders() == [(B, second.manifest.identity.profile, True)], "the other one is left alone"
+        handle.session.run(given_for(net, 3))
+    assert orders() == [(profile, True)]
+    assert "the disk is gone; build it again" in status(handle)
+
+
+@pytest.mark.fault("an engine of an earlier version is for one size", see="*outdated engine*; build it again")
+def test_an_engine_that_was_compiled_for_one_size_is_outdated_until_one_for_every_size_is_built(
+    built: Callable[..., Engine]
+) -> None:
+    net = network("unet", "unlike_levels")
+    old = built(net, SMALL, "B2-H8-T77-W8.bin")
+    (entry,) = entries(built.library, refusals(net.device), source_changed)
+    assert (entry.state, "compiled for one size" in entry.reason) == (STALE, True)
+    handle = EngineHandle.look_up(net, EngineChoice(SMALL, "float32", "torch"), built.library, "node")
+    assert handle.session.engines == []
+    assert "build for full speed. The engine that is there is not used: outdated engine" in status(handle)
+    assert lacks_engine(handle)
+    assert TORCH.known([old], net.device) == [], "a build takes nothing of it"
+    ((order, _),) = building._orders(handle)
+    new = built(net, order.profile)
+    handle.refresh()
+    assert handle.session.engines == [new]
+    assert "not used" not in status(handle)

@@ -11,10 +11,10 @@ import pytest
 import torch
 from builds import small_network
 from comfy.model_patcher import ModelPatcher
+from compiling import graph_of
 from hybrid_trt.architectures import architecture_of
 from hybrid_trt.architectures.shapes import sample_inputs
 from hybrid_trt.backends import backends
-from hybrid_trt.backends.torch_inductor.compiled import traced
 from hybrid_trt.comfy_model import attention as looked_at
 from hybrid_trt.comfy_model.structure_hash import structure_hash
 from hybrid_trt.engine_builder.build import build_engine, run_here
@@ -297,12 +297,9 @@ def a_call(net: Any) -> dict[str, torch.Tensor]:
     return sample_inputs(architecture_of(net.module).inputs(net.module, "float32"), sizes, seed=3)
 
 
-def graph_of(net: Any) -> torch.fx.GraphModule:
-    """Return the graph that the torch backend compiles of a network."""
-    function = architecture_of(net.module).function(net.module)
-    names = sorted(name for name, _ in function.named_parameters())
-    weights = [function.get_parameter(name).data for name in names]
-    return traced(function, weights, names, list(a_call(net).values()))[0]
+def graph_of_network(net: Any) -> torch.fx.GraphModule:
+    """Return the graph that the torch backend makes of a network."""
+    return graph_of(architecture_of(net.module).function(net.module), list(a_call(net).values()))
 
 
 @pytest.mark.parametrize("kind", ["unet", "controlnet"])
@@ -320,7 +317,7 @@ def test_later_layers_are_the_same_network_to_hashes_builds_and_compilers(
     plain = small_network()
     call = a_call(plain)
     expected = native_call(plain, call)[0]
-    graph = graph_of(plain)
+    graph = graph_of_network(plain)
     attention = request.getfixturevalue("newer")
     net = small_network()
     part = net.module.middle_block[1].transformer_blocks[0].attn2.comfy_attention
@@ -328,7 +325,7 @@ def test_later_layers_are_the_same_network_to_hashes_builds_and_compilers(
     assert relative_error(native_call(net, call)[0], expected) > 1e-5, "its layers are the later ones"
     assert structure_hash(net.module) == structure_hash(plain.module)
     assert net.weights_hash() == plain.weights_hash()
-    assert graph_of(net).code == graph.code
+    assert graph_of_network(net).code == graph.code
     order = BuildOrder(net, "float32", PROFILE, backends()["onnxruntime"])
     engine = build_engine(order, Library([tmp_path]), lambda *_: None, run=run_here)
     assert engine.manifest.identity.weights == plain.weights_hash()

@@ -7,7 +7,6 @@ import random
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,11 +18,10 @@ from fake_recorder import Recorder
 from flux_networks import network as flux_network
 from hybrid_trt.architectures import Architecture, architectures
 from hybrid_trt.architectures.blocks import in_blocks, put_together, take_apart, words_of
-from hybrid_trt.architectures.calls import RequestedCalls, calls_to_compile, example_of, file_sizes, serves_every_size
-from hybrid_trt.architectures.shapes import Picture, Profile, Range, RequestedSizes, sample_inputs
+from hybrid_trt.architectures.calls import RequestedCalls, is_compiled
+from hybrid_trt.architectures.shapes import Picture, Profile, RequestedSizes, sample_inputs, symbols_in
 from hybrid_trt.backends import backends
 from hybrid_trt.backends.torch_inductor import compile_kinds, opened_files, wiring
-from hybrid_trt.backends.torch_inductor.compiled import file_name, sizes_of
 from hybrid_trt.backends.torch_inductor.kinds import InBlocks, Kinds
 from hybrid_trt.backends.torch_inductor.session import LiveSession
 from hybrid_trt.comfy_model.network import NativeNetwork
@@ -41,7 +39,6 @@ from zimage import network as zimage_network
 LIMIT = 1e-5
 NO_RING = WeightRing([], [], torch.device("cpu"))
 TORCH = backends()["torch"]
-SOME_FREE = SimpleNamespace(free={"T": Range(2, 97, 900), "L": Range(2, 1009, 5000)})
 CALL = {"B": 1, "R": 4, "C": 3, "T": 9, "L": 0}
 SIZES = {"B": (1, 2, 3), "F": (1, 2, 5), "R": (1, 4, 7, 12), "C": (5, 3, 8), "N": (1, 3, 6, 2), "T": (9, 1, 2, 30, 77),
          "L": (0, 6, 17), "G": (0, 11), "I": (257, 0, 25), "V": (1, 2),
@@ -58,20 +55,15 @@ def test_each_family_says_all_that_is_asked_of_it(name: str) -> None:
     assert [asked for asked in Architecture.__annotations__ if not hasattr(architectures()[name], asked)] == []
 
 
-def test_a_file_is_for_all_sizes_of_what_its_family_leaves_free_and_no_others() -> None:
-    own = {"B": 1, "R": 4, "C": 3}
-    assert file_sizes(SOME_FREE, CALL) == own | {"L": 0}
-    assert file_sizes(SOME_FREE, CALL | {"T": 900}) == own | {"L": 0}
-    assert file_sizes(SOME_FREE, CALL | {"T": 901}) == own | {"T": 901, "L": 0}, "longer than it serves"
-    assert file_sizes(SOME_FREE, CALL | {"T": 1, "L": 12}) == own | {"T": 1}
-    assert example_of(SOME_FREE, CALL | {"L": 12}) == own | {"T": 97, "L": 1009}
-
-
-@pytest.mark.parametrize(("free", "name"), [
-    ((), "B1-C3-L0-R4-T9.bin"), (("T",), "B1-C3-L0-R4-T.bin"), (tuple(CALL), "B-C-L-R-T.bin")])  # fmt: skip
-def test_the_name_of_a_file_tells_what_it_leaves_free(free: tuple[str, ...], name: str) -> None:
-    assert file_name(CALL, free) == name
-    assert sizes_of(name) == {symbol: size for symbol, size in CALL.items() if symbol not in free}
+@pytest.mark.parametrize("name", sorted(architectures()))
+def test_each_family_names_the_sizes_that_compiled_blocks_serve(name: str) -> None:
+    free = architectures()[name].free
+    usual = {symbol: served.opt for symbol, served in free.items()}
+    assert is_compiled(architectures()[name], usual)
+    for symbol, served in free.items():
+        assert is_compiled(architectures()[name], usual | {symbol: served.max})
+        assert not is_compiled(architectures()[name], usual | {symbol: served.max + 1}), symbol
+    assert not is_compiled(architectures()[name], usual | {"ZZ": 1}), "a size that no block was tried with"
 
 
 @pytest.fixture
@@ -91,25 +83,9 @@ def profile_of(network: NativeNetwork) -> Profile:
     return network.architecture().profile(RequestedSizes(32, 64, 256))
 
 
-def lacking(network: NativeNetwork, compiled: list[dict[str, int]], **asked: Any) -> list[list[dict[str, int]]]:
-    architecture = network.architecture()
-    return calls_to_compile(architecture, RequestedCalls(profile_of(network), **asked), "BRCTL", compiled)
-
-
-def test_calls_of_all_sizes_want_one_file(qwen: NativeNetwork) -> None:
-    assert serves_every_size(qwen.architecture())
-    seen = [CALL, CALL | {"T": 130}, CALL | {"R": 9, "B": 3}, CALL | {"L": 40}]
-    ((call,),) = lacking(qwen, [], seen=seen)
-    assert call == example_of(qwen.architecture(), CALL)
-    assert lacking(qwen, [{}], seen=seen) == lacking(qwen, [{}], pictures=[Picture(480, 64, (1,), 1)]) == []
-
-
 def order_for(network: NativeNetwork) -> BuildOrder:
-    inputs = network.architecture().engine_inputs(network.module, "float32")
-    symbols = {dim.symbol for spec in inputs for dim in spec.dims if not isinstance(dim, int)}
-    requested = RequestedCalls(profile_of(network))
-    ((call,),) = calls_to_compile(network.architecture(), requested, symbols, [])
-    return BuildOrder(network, "float32", Profile.around([call]), TORCH, calls=(call,))
+    (part,) = TORCH.to_build(network, RequestedCalls(profile_of(network)), [])
+    return BuildOrder(network, "float32", part.profile, TORCH)
 
 
 def test_a_file_that_could_not_be_opened_ahead_says_so_to_the_first_call(caplog: pytest.LogCaptureFixture) -> None:
@@ -117,7 +93,7 @@ def test_a_file_that_could_not_be_opened_ahead_says_so_to_the_first_call(caplog:
     with caplog.at_level("INFO"):
         opened_files.ahead(lambda: opened_files.open_contents(b"no file", cpu), cpu).join(60)
     assert "was not opened ahead" in caplog.text
-    with pytest.raises(RuntimeError, match="corrupted"):
+    with pytest.raises(ValueError, match="no kinds of blocks"):
         opened_files.open_contents(b"no file", cpu)
 
 
@@ -136,8 +112,8 @@ def qwen_engine(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactor
 
 
 def in_use(session: LiveSession) -> InBlocks:
-    (found,) = session.live._compiled.values()
-    return found
+    assert session.live.compiled is not None
+    return session.live.compiled
 
 
 def calls(symbols: set[str]) -> list[dict[str, int]]:
@@ -167,7 +143,7 @@ def test_one_build_serves_every_size_and_compiles_each_kind_of_block_once(
     session = LiveSession(network, TORCH, "float32", Recorder())
     session.use([engine])
     specs = session.live.inputs
-    symbols = {dim.symbol for spec in specs for dim in spec.dims if not isinstance(dim, int)}
+    symbols = symbols_in(specs)
     fewest = {s: served.min for s, served in architecture.free.items()}
     for call in calls(symbols):
         call = {symbol: max(size, fewest[symbol]) for symbol, size in call.items()}
@@ -240,12 +216,12 @@ def test_the_page_misses_no_engine_for_another_picture_and_a_rebuild_is_one_file
     engine = qwen_engine
     assert list(engine.manifest.files) == ["B-C-L-R-T.bin"]
     opened: list[Any] = []
-    opened_files.ahead(lambda: opened.append(TORCH.open_live(engine, {}, qwen.device)), qwen.device).join(120)
-    assert TORCH.open_live(engine, {}, qwen.device) is opened[0], "the first call finds it open"
+    opened_files.ahead(lambda: opened.append(TORCH.open_live(engine, qwen.device)), qwen.device).join(120)
+    assert TORCH.open_live(engine, qwen.device) is opened[0], "the first call finds it open"
     pictures = [Picture(48, 64, (1,), 1), Picture(640, 480, (1,), 1)]
     assert picture_fit._not_served([engine], "torch", True, pictures) == (None, None)
     (again,) = TORCH.to_build(qwen, RequestedCalls(profile_of(qwen), seen=[]), [engine], rebuild=[engine])
-    assert again.calls == (example_of(qwen.architecture(), CALL),)
+    assert again.profile == engine.manifest.identity.profile
 
 
 @COMPILES
@@ -382,8 +358,7 @@ def compiled() -> tuple[Network, InBlocks]:
     for alike in found:
         block = compile_kinds.BlockFunction(alike.block, alike.calls[0].form)
         kinds.append(compile_kinds.compiled(alike, block, [torch.randn(t.shape) for t in alike.calls[0].inputs], None))
-    opened = opened_files._open(compile_kinds.contents_of(of, kinds), None)
-    assert isinstance(opened, Kinds)
+    opened = opened_files.open_contents(compile_kinds.contents_of(of, kinds), torch.device("cpu"))
     weights = [list(compile_kinds.lifted(block).values()) for block in net.blocks]
     return net, InBlocks(net, opened, lambda: (weights, NO_RING))
 

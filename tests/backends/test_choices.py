@@ -11,15 +11,18 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
+import compiling
 import pytest
 import sympy
 import torch
 import torch._inductor.config
-from hybrid_trt.architectures.shapes import Dim, TensorSpec
+from hybrid_trt.architectures.blocks import in_blocks
+from hybrid_trt.architectures.shapes import Dim, Range, TensorSpec
 from hybrid_trt.backends import LiveTask
-from hybrid_trt.backends.torch_inductor import attention, compiled
-from hybrid_trt.backends.torch_inductor.compile_step import compile_network
-from hybrid_trt.backends.torch_inductor.compiled import can_compile, compile_to_file
+from hybrid_trt.backends.torch_inductor import attention, compile_kinds
+from hybrid_trt.backends.torch_inductor.compile_blocks import compile_blocks
+from hybrid_trt.backends.torch_inductor.compiled import can_compile, lifted
+from hybrid_trt.backends.torch_inductor.opened_files import open_one
 from torch._inductor.dependencies import MemoryDep
 from torch._inductor.runtime.hints import ReductionHint
 from torch._inductor.sizevars import SizeVarAllocator
@@ -128,16 +131,14 @@ class Joins(torch.nn.Module):
 
 
 def test_a_torch_that_has_no_such_choices_compiles_all_the_same(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     for missing in (row_sums.__name__, "torch._inductor.inductor_prims"):
         monkeypatch.setitem(sys.modules, missing, None)
     network, x = Joins().requires_grad_(False), torch.randn(1, 2, 3, 1280)
-    names = sorted(name for name, _ in network.named_parameters())
-    weights = [network.get_parameter(name) for name in names]
-    made = compile_to_file(network, weights, names, [x], tmp_path / "sizes.bin")
+    made = open_one(compiling.compiled(network, [x]).contents)
     with torch.inference_mode():
-        assert torch.allclose(made(*weights, x)[0], network(x)[0], atol=1e-5)
+        assert torch.allclose(made(*lifted(network).values(), x)[0], network(x)[0], atol=1e-5)
     assert sum("networks run slower" in message for message in caplog.messages) == 2
 
 
@@ -178,31 +179,43 @@ def test_other_gpus_are(capability: tuple[int, int], monkeypatch: pytest.MonkeyP
 
 
 class OneAttention(torch.nn.Module):
+    def __init__(self, features: int) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.randn(features, features))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.scaled_dot_product_attention(x @ self.weight, x, x)
+
+
+class InTurn(torch.nn.Module):
+    """A wide block, then a narrow one."""
+
     def __init__(self) -> None:
         super().__init__()
-        self.weight = torch.nn.Parameter(torch.randn(8, 8))
+        self.blocks = in_blocks([OneAttention(8), OneAttention(4)])
+        self.layers = torch.nn.ModuleList(self.blocks)
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor]:
-        return (torch.nn.functional.scaled_dot_product_attention(x @ self.weight, x, x),)
+        return (self.blocks[1](self.blocks[0](x)[..., :4]),)
 
 
-def test_each_size_is_compiled_with_what_was_chosen_for_it_and_says_so(
+def test_each_kind_is_compiled_with_what_was_chosen_for_it_and_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked, of_rows = [], {4: ("flash", {"cudnn": 3.0, "flash": 2.0}), 6: ("cudnn", {})}
+    asked, of_width = [], {8: ("flash", {"cudnn": 3.0, "flash": 2.0}), 4: ("cudnn", {})}
 
     @contextlib.contextmanager
     def best_attention(_device: torch.device, first: str | None = None) -> Iterator[None]:
         asked.append(first)
         yield
 
-    monkeypatch.setattr(attention, "choose", lambda _function, given: of_rows[given[0].shape[2]])
-    monkeypatch.setattr(compiled, "best_attention", best_attention)
-    x, y = (TensorSpec(name, "float32", (Dim("B"), 1, Dim("H"), 8)) for name in "xy")
-    sizes = [{"B": 2, "H": rows} for rows in of_rows]
-    task = LiveTask((x,), (y,), sizes, "float32", torch.device("cpu"), tmp_path)
-    made = compile_network(OneAttention(), task, lambda *_: None)
+    monkeypatch.setattr(attention, "is_timed", lambda _device: True)
+    monkeypatch.setattr(attention, "choose", lambda _function, given: of_width[given[0].shape[3]])
+    monkeypatch.setattr(compile_kinds, "best_attention", best_attention)
+    x, y = (TensorSpec(name, "float32", (Dim("B"), 1, 6, width)) for name, width in (("x", 8), ("y", 4)))
+    task = LiveTask((x,), (y,), "float32", torch.device("cpu"), tmp_path, {"B": Range(1, 2, 9)})
+    made = compile_blocks(InTurn().to("meta"), task, lambda *_: None)
     assert asked == ["flash", "cudnn"]
-    first, second = made["parity"]["cases"]
-    assert (first["attention"], first["attention_ms"]) == of_rows[4]
-    assert "attention" not in second, "nothing was measured"
+    cases = made["parity"]["cases"]
+    assert {case["kind"]: (case.get("attention"), case.get("attention_ms")) for case in cases} == {
+        0: of_width[8], 1: (None, None)}, "of the other nothing was measured"  # fmt: skip

@@ -13,20 +13,21 @@ from typing import Any
 import pytest
 import torch
 from compiling import COMPILES
+from fake_engine import publish_engine
 from fake_recorder import Recorder
 from hybrid_trt.architectures.calls import RequestedCalls
+from hybrid_trt.architectures.families.unet_blocks import FREE
 from hybrid_trt.architectures.shapes import Profile, Range
-from hybrid_trt.architectures.sizes import ANY
 from hybrid_trt.backends import AUTO
 from hybrid_trt.backends.lookup import usable_backends
-from hybrid_trt.backends.torch_inductor import compile_step
-from hybrid_trt.backends.torch_inductor.compiled import file_name, sizes_of
+from hybrid_trt.backends.torch_inductor import comparison
+from hybrid_trt.backends.torch_inductor.kinds import Kinds
 from hybrid_trt.backends.torch_inductor.session import LiveSession
 from hybrid_trt.comfy_model import torch_kernels
 from hybrid_trt.comfy_model.module_copy import plain_copy
 from hybrid_trt.engine_builder.build import build_engine
 from hybrid_trt.engine_builder.order import BuildOrder
-from hybrid_trt.engine_library import Library, Unavailable
+from hybrid_trt.engine_library import Engine, Library, Unavailable
 from hybrid_trt.engine_library.engine import relative_error
 from hybrid_trt.sessions import gpu_memory
 from hybrid_trt.sessions.made_inputs import ResultCache
@@ -134,7 +135,7 @@ def test_unloading_gives_memory_back_and_the_next_call_starts_anew() -> None:
         assert error(session, net, given) <= 1e-5
     total = sum(p.numel() for p in net.module.parameters()) * 4
     assert session.live.weights.bytes == total
-    held = weakref.ref(session.live.flat_weights()[0])
+    held = weakref.ref(next(session.live.function.parameters()).data)
     session.unload()
     assert held() is None, "nobody holds a weight"
     assert (session.live.weights.bytes, len(session.graphs), session.loaded) == (0, 0, False)
@@ -191,12 +192,6 @@ def test_the_backend_is_chosen_by_name_only_on_a_cpu() -> None:
     assert "not compiled; build for full speed" in session.status(PROFILE)
 
 
-def test_sizes_survive_being_a_file_name() -> None:
-    for sizes in ANY.examples(PROFILE).compiled:
-        assert sizes_of(file_name(sizes)) == sizes
-    assert [s["B"] for s in ANY.examples(PROFILE).compiled] == [2, 1]
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["unet", "controlnet"])
 @COMPILES
@@ -223,54 +218,72 @@ def test_a_build_serves_other_weights_too(
         assert session.serving == [engine]
 
 
+class Failing:
+    """A double of the backend: what it opens raises an error."""
+
+    def __init__(self, error: Exception):
+        self.error, self.calls = error, 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(TORCH, name)
+
+    def open_live(self, _engine: Any, _device: Any) -> Kinds:
+        kind = SimpleNamespace(serves=lambda *_: True)
+        blocks = len(LiveSession(network("unet", "unlike_levels"), TORCH, "float32").live.blocks)
+        return Kinds([(0,)] * blocks, [kind], [self._run])
+
+    def _run(self, *_: torch.Tensor) -> None:
+        self.calls += 1
+        raise self.error
+
+
+@pytest.fixture
+def engine(tmp_path: Path) -> Engine:
+    return publish_engine(tmp_path, backend="torch")
+
+
 @pytest.mark.fault("a compiled file fails when it runs", see="live weights serve in its place")
-def test_a_compiled_file_that_fails_when_it_runs_leaves_the_call_to_live_weights(tmp_path: Path) -> None:
-    net, calls = network("unet", "unlike_levels"), []
-
-    class Fails:
-        """A double of the backend: its compiled file asks for another layout."""
-
-        def __getattr__(self, name: str) -> Any:
-            return getattr(TORCH, name)
-
-        def sizes(self, _engine: Any) -> list[dict[str, int]]:
-            return [{}]
-
-        def open_live(self, _engine: Any, _symbols: Any, _device: Any) -> Callable[..., Any]:
-            return lambda *_: (calls.append(1), (_ for _ in ()).throw(AssertionError("expected size 640==640")))
-
-    engine = SimpleNamespace(folder=tmp_path / "engine", manifest=SimpleNamespace(bytes=1))
-    session, given = LiveSession(net, Fails(), "float32", Recorder()), given_for(net, 4)
+def test_a_compiled_file_that_fails_when_it_runs_leaves_the_call_to_live_weights(engine: Engine) -> None:
+    net, backend = network("unet", "unlike_levels"), Failing(AssertionError("expected size 640==640"))
+    session, given = LiveSession(net, backend, "float32", Recorder()), given_for(net, 4)
     session.use([engine])
-    assert session.compiled
     for _ in range(4):
         assert error(session, net, given) <= 1e-5
-    assert len(calls) == 1
-    assert session.compiled == []
+    assert backend.calls == 1
+    assert session.live.compiled is None
     assert session.serving == []
     assert session.uncovered is not None, "the report says that the call was not compiled"
     assert "expected size 640==640" in session.status(PROFILE)
     assert len(session.graphs) == 1
-    again = LiveSession(net, Fails(), "float32", Recorder())
+    again = LiveSession(net, backend, "float32", Recorder())
     again.use([engine])
     assert error(again, net, given) <= 1e-5
-    assert len(calls) == 1, "nobody in this process tries it again"
+    assert backend.calls == 1, "nobody in this process tries it again"
 
 
-def test_a_compiled_file_that_lacks_memory_is_not_given_up(tmp_path: Path) -> None:
-    net = network("unet", "unlike_levels")
-    session, given = opened(net), given_for(net, 4)
-    assert error(session, net, given) <= 1e-5
-    engine = SimpleNamespace(folder=tmp_path / "engine", manifest=SimpleNamespace(bytes=1))
-    lacks = RuntimeError("CUDA error: out of memory")
-    sizes = session._last
-    session.live.add_compiled(sizes, lambda *_: (_ for _ in ()).throw(lacks))
-    session._opened[sizes] = engine
-    session.graphs.clear()
+def test_a_compiled_file_that_lacks_memory_is_not_given_up(engine: Engine) -> None:
+    net, backend = network("unet", "unlike_levels"), Failing(RuntimeError("CUDA error: out of memory"))
+    session = LiveSession(net, backend, "float32", Recorder())
+    session.use([engine])
     with pytest.raises(Unavailable, match="out of memory"), torch.inference_mode():
-        session.run(given)
-    assert session.compiled
+        session.run(given_for(net, 4))
+    assert session.live.compiled is not None
     assert session.refusal is None
+
+
+def test_a_call_beyond_the_sizes_that_blocks_serve_runs_uncompiled_and_lacks_no_engine(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    net, backend = network("unet", "unlike_levels"), Failing(AssertionError("it runs compiled"))
+    monkeypatch.setattr(type(net.architecture()), "free", FREE | {"T": Range(1, 77, 100)})
+    session = LiveSession(net, backend, "float32", Recorder())
+    session.use([engine])
+    for _ in range(3):
+        assert error(session, net, given_for(net, 4, T=154)) <= 1e-5
+    assert (backend.calls, session.uncovered, session.serving, session.refusal) == (0, None, [], None)
+    monkeypatch.setattr(type(net.architecture()), "per_step", False)
+    assert session.serves({"T": 77}) is None
+    assert session.serves({"T": 154}).detail == "torch compiles nothing for 154 tokens"
 
 
 def test_a_graph_that_finds_no_room_for_its_memory_computes_once_comfyui_has_freed_some(
@@ -309,12 +322,12 @@ def test_what_a_call_takes_is_measured_and_costs_no_build(monkeypatch: pytest.Mo
         return float(len(timed))
 
     monkeypatch.setattr(torch_kernels, "milliseconds", milliseconds)  # there is no GPU here
-    figures = compile_step.figures(function, partial(compiled, *weights), given)
+    figures = comparison.figures(function, partial(compiled, *weights), given)
     assert (figures["native_ms"], figures["engine_ms"]) == (1.0, 2.0)
     (plain,), replayed = timed
     assert relative_error(replayed["0"], plain) <= 1e-6
     monkeypatch.setattr(torch_kernels, "milliseconds", lambda _call: 1 / 0)
-    assert compile_step.figures(function, partial(compiled, *weights), given) == {}
+    assert comparison.figures(function, partial(compiled, *weights), given) == {}
 
 
 def test_engines_serve_every_checkpoint_of_a_layout_and_no_other() -> None:

@@ -17,13 +17,14 @@ from any_weights import PROFILE, SIZES, error, handle_of, inputs_of, lora, nativ
 from comfy import model_management
 from comfy.model_patcher import ModelPatcher
 from comfy.quant_ops import QuantizedTensor
+from compiling import graph_of
 from dynamic_vram import on_cpu, weight_when_called
 from fake_recorder import Recorder
 from hybrid_trt.architectures.quantised_linear import multiplies_in_fp8
 from hybrid_trt.architectures.shapes import RequestedSizes, sample_inputs
 from hybrid_trt.backends import backends
 from hybrid_trt.backends.torch_inductor import compile_kinds
-from hybrid_trt.backends.torch_inductor.compiled import lifted, traced
+from hybrid_trt.backends.torch_inductor.compiled import lifted
 from hybrid_trt.backends.torch_inductor.graph_passes import is_write
 from hybrid_trt.backends.torch_inductor.session import LiveSession
 from hybrid_trt.comfy_model.live_weights import LiveWeights
@@ -265,9 +266,7 @@ def test_rounding_to_fp8_is_fused_where_that_changes_no_bit(name: str, fused: bo
     net = quantised("unet", LAYOUT, name, torch.bfloat16, frozenset())
     attention = weights_of(net, torch.bfloat16).module.middle_block[1].transformer_blocks[0].attn1
     layer = Both(attention.to_q, attention.to_k)
-    parameters = dict(layer.named_parameters())
-    given = torch.randn(2, 32, attention.to_q.in_features, dtype=torch.bfloat16)
-    graph, _ = traced(layer, list(parameters.values()), list(parameters), [given])
+    graph = graph_of(layer, [torch.randn(2, 32, attention.to_q.in_features, dtype=torch.bfloat16)])
     found = {str(node.target) for node in graph.graph.nodes}
     assert "aten._scaled_mm.default" in found
     ones = [(node.args, node.kwargs) for node in graph.graph.nodes if str(node.target) == "aten.ones.default"]
@@ -361,14 +360,13 @@ def test_the_graph_has_native_s_product_and_writes_only_where_that_is_read_later
     attention = weights.module.middle_block[1].transformer_blocks[0].attn1
     function = Three(attention.to_q, attention.to_k, read)
     given = torch.randn(2, 32, attention.to_q.in_features, dtype=torch.bfloat16)
-    parameters = dict(function.named_parameters())
-    graph, _ = traced(function, list(parameters.values()), list(parameters), [given])
+    graph = graph_of(function, [given])
     targets = Counter(str(node.target) for node in graph.graph.nodes)
     assert targets["aten._scaled_mm.default"] == 2
     written = any(is_write(node) for node in graph.graph.nodes)
     assert written is read
     with torch.inference_mode():
-        results, expected = graph(*parameters.values(), given), function(given)
+        results, expected = graph(*lifted(function).values(), given), function(given)
     for ours, its in zip(results[2:], expected[2:], strict=True):
         assert torch.equal(ours, its), "the clamped values are read, as in native"
     for ours, its in zip(results[:2], expected[:2], strict=True):
@@ -394,9 +392,7 @@ def test_blocks_of_a_network_that_comfyui_loads_so_multiply_in_fp8(
     for block, call in zip(function.blocks, calls, strict=True):
         layers = sum(map(multiplies_in_fp8, block.modules()))
         alone, inputs = compile_kinds.BlockFunction(block, call.form), [torch.randn(t.shape) for t in call.inputs]
-        tensors = lifted(alone)
-        graph, _ = traced(alone, [*tensors.values()], [*tensors], inputs)
-        targets = Counter(str(node.target) for node in graph.graph.nodes)
+        targets = Counter(str(node.target) for node in graph_of(alone, inputs).graph.nodes)
         assert targets["aten._scaled_mm.default"] == layers
 
 

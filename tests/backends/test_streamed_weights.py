@@ -16,7 +16,6 @@ from comfy.model_management import LoadedModel
 from compiling import COMPILES
 from fake_recorder import Recorder
 from flux_networks import network as flux_network
-from hybrid_trt.architectures.calls import RequestedCalls, calls_to_compile
 from hybrid_trt.architectures.shapes import Profile, RequestedSizes, sample_inputs
 from hybrid_trt.backends import backends
 from hybrid_trt.backends.torch_inductor import session as live_session
@@ -62,10 +61,7 @@ def engine(network: NativeNetwork, tmp_path_factory: pytest.TempPathFactory) -> 
 
 def built(network: NativeNetwork, precision: str, folder: Path) -> Engine:
     profile = network.architecture().profile(RequestedSizes(32, 64, 256))
-    inputs = network.architecture().engine_inputs(network.module, precision)
-    symbols = {dim.symbol for spec in inputs for dim in spec.dims if not isinstance(dim, int)}
-    ((call,),) = calls_to_compile(network.architecture(), RequestedCalls(profile), symbols, [])
-    order = BuildOrder(network, precision, Profile.around([call]), TORCH, calls=(call,))
+    order = BuildOrder(network, precision, profile, TORCH)
     return build_engine(order, Library([folder / "library"]), lambda *_: None)
 
 
@@ -125,15 +121,15 @@ def test_results_are_the_same_wherever_the_weights_are(
     assert session.bytes <= room * whole or outside(session) > 0.5
     assert equal(results(session), expected)
     assert ("comes from main memory" in session.status(Profile({}))) == (least > 0)
-    assert session.live._compiled[frozenset()].plain == 0
+    assert session.live.compiled.plain == 0
 
 
 def test_blocks_are_opened_to_load_weights_only_where_memory_is_short(session: LiveSession) -> None:
     session.load(math.inf)
-    assert session.live._compiled == {}, "a thread may still read the file meanwhile"
+    assert session.live.compiled is None, "a thread may still read the file meanwhile"
     session.unload()
     session.load(0)
-    assert list(session.live._compiled) == [frozenset()]
+    assert session.live.compiled is not None
 
 
 def test_weights_give_way_bit_by_bit_and_come_back_when_there_is_room(session: LiveSession) -> None:
@@ -271,10 +267,10 @@ def test_blocks_that_run_plainly_have_their_streamed_weights_too(
 ) -> None:
     expected = results(session)
     session.load(0)
-    session.live._compiled[frozenset()]._chosen.clear()
+    session.live.compiled._chosen.clear()
     monkeypatch.setattr(Kind, "serves", lambda *_: False)
     found = results(session)
-    assert session.live._compiled[frozenset()].plain > 0
+    assert session.live.compiled.plain > 0
     assert near(found, expected)
 
 

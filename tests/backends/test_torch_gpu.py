@@ -26,14 +26,13 @@ from comfy.model_management import cast_to_device
 from comfy.samplers import cond_cat
 from hybrid_trt.architectures import Role
 from hybrid_trt.architectures.shapes import sample_inputs
-from hybrid_trt.backends import LiveTask, backends
+from hybrid_trt.backends import backends
 from hybrid_trt.backends.torch_inductor import attention
-from hybrid_trt.backends.torch_inductor.compile_step import compile_network
 from hybrid_trt.backends.torch_inductor.session import LiveSession
 from hybrid_trt.comfy_model.network import NativeNetwork
 from hybrid_trt.comfy_model.weight_hash import look_for_edits
 from hybrid_trt.comfy_model.weight_values import current_weights
-from hybrid_trt.engine_builder.build import build_engine
+from hybrid_trt.engine_builder.build import build_engine, run_here
 from hybrid_trt.engine_builder.order import BuildOrder
 from hybrid_trt.engine_builder.worker import helpers
 from hybrid_trt.engine_library import Library, Unavailable, trust
@@ -138,17 +137,14 @@ def test_attention_is_chosen_by_timing_and_computes_what_native_does(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(attention, "KNOWN", {})
-    net = tiny(kind)
-    architecture = net.architecture()
-    specs = tuple(architecture.engine_inputs(net.module, "float16")), tuple(architecture.outputs(net.module, "float16"))
-    task = LiveTask(*specs, [SIZES], "float16", GPU, tmp_path)
-    module = copy.deepcopy(net.module).to(GPU)
-    architecture.passes(module)  # a build compiles what is left without them
-    function = architecture.function(module).eval().requires_grad_(False)
-    (case,) = compile_network(function, task, lambda *_: None)["parity"]["cases"]
-    assert case["attention"] in case["attention_ms"]
-    assert len(case["attention_ms"]) >= 2
-    assert case["rel_err"] <= LIMIT
+    engine = build_engine(BuildOrder(tiny(kind), "float16", networks.PROFILE, TORCH), Library([tmp_path]),
+                          lambda *_: None, run=run_here)  # fmt: skip
+    timed = [case for case in engine.manifest.parity["cases"] if "attention" in case]
+    assert timed
+    for case in timed:
+        assert case["attention"] in case["attention_ms"]
+        assert len(case["attention_ms"]) >= 2
+        assert case["rel_err"] <= LIMIT
 
 
 def test_residuals_that_come_and_go_leave_nothing_behind() -> None:

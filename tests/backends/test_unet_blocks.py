@@ -10,10 +10,8 @@ from comfy import model_management
 from compiling import COMPILES
 from fake_recorder import Recorder
 from hybrid_trt.architectures.blocks import in_blocks
-from hybrid_trt.architectures.calls import RequestedCalls
 from hybrid_trt.architectures.shapes import RequestedSizes
 from hybrid_trt.backends.torch_inductor.compile_kinds import kinds_of
-from hybrid_trt.backends.torch_inductor.kinds import InBlocks
 from hybrid_trt.backends.torch_inductor.session import LiveSession
 from hybrid_trt.comfy_model import torch_kernels
 from hybrid_trt.engine_builder.build import build_engine, run_here
@@ -39,8 +37,7 @@ def test_one_build_serves_every_size_and_compiles_each_kind_of_block_once(
             torch.channels_last if dimensions == 4 else torch.contiguous_format))  # fmt: skip
     net = network(kind, layout)
     profile = net.architecture().profile(RequestedSizes(32, 64, 256))
-    (sizes,) = TORCH.to_build(net, RequestedCalls(profile), [])
-    order = BuildOrder(net, "float32", sizes.profile, TORCH, calls=sizes.calls)
+    order = BuildOrder(net, "float32", profile, TORCH)
     engine = build_engine(order, Library([tmp_path / "library"]), lambda *_: None, run=run_here)
     session = LiveSession(net, TORCH, "float32", Recorder())
     session.use([engine])
@@ -49,8 +46,7 @@ def test_one_build_serves_every_size_and_compiles_each_kind_of_block_once(
         for _ in range(3):  # plainly, recorded, replayed
             assert error(session, net, given) <= 1e-5, call
         assert session.serving == [engine]
-    (blocks,) = session.live._compiled.values()
-    assert isinstance(blocks, InBlocks)
+    blocks = session.live.compiled
     assert (len(blocks.kinds), blocks.plain) == (KINDS[kind, layout], 0)
 
     monkeypatch.setattr(model_management, "MAX_PINNED_MEMORY", 1 << 34)  # in tests ComfyUI itself is on the CPU

@@ -15,8 +15,7 @@ from fake_recorder import Recorder
 from family_contract import ACTS, LIMIT, Family, Prompt, difference, error_of, live, natively
 from hybrid_trt.architectures import user_attention
 from hybrid_trt.architectures.blocks import OVERRIDE
-from hybrid_trt.architectures.calls import RequestedCalls, calls_to_compile
-from hybrid_trt.architectures.shapes import Profile, sample_inputs
+from hybrid_trt.architectures.shapes import sample_inputs
 from hybrid_trt.backends import backends
 from hybrid_trt.backends.torch_inductor.kinds import InBlocks
 from hybrid_trt.backends.torch_inductor.opened_files import kinds_in
@@ -83,16 +82,12 @@ def chosen_before(models: dict[str, Path], choose: Callable[[Any], Any]) -> Nati
 
 def engine_for(network: NativeNetwork, folder: Path) -> Engine:
     """An engine of blocks, compiled in this process."""
-    requested = RequestedCalls(profile_of(network))
-    inputs = network.architecture().engine_inputs(network.module, "float32")
-    symbols = {dim.symbol for spec in inputs for dim in spec.dims if not isinstance(dim, int)}
-    ((call,),) = calls_to_compile(network.architecture(), requested, symbols, [])
-    order = BuildOrder(network, "float32", Profile.around([call]), TORCH, calls=(call,))
+    order = BuildOrder(network, "float32", profile_of(network), TORCH)
     return build_engine(order, Library([folder]), lambda *_: None, run=run_here)
 
 
 def blocks_of(patched: Patched) -> InBlocks:
-    (found,) = patched.handle.session.live._compiled.values()
+    found = patched.handle.session.live.compiled
     return found
 
 

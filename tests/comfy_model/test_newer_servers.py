@@ -20,13 +20,13 @@ import torch.nn.functional as F
 import zimage
 from comfy.quant_ops import QUANT_ALGOS, QuantizedTensor
 from comfy_kitchen.registry import registry
-from compiling import COMPILES
+from compiling import COMPILES, graph_of
 from hybrid_trt.architectures.families.ldm import Attention
 from hybrid_trt.architectures.quantised_linear import linear_behind
 from hybrid_trt.architectures.shapes import Profile
 from hybrid_trt.architectures.token_layers import RotaryAttention
 from hybrid_trt.backends import backends
-from hybrid_trt.backends.torch_inductor.compiled import lifted, traced
+from hybrid_trt.backends.torch_inductor.compiled import lifted
 from hybrid_trt.backends.torch_inductor.session import LiveSession
 from hybrid_trt.comfy_model.live_weights import LiveWeights
 from hybrid_trt.comfy_model.network import NativeNetwork
@@ -116,7 +116,7 @@ def test_int8_networks_compute_with_natives_kernels_and_are_traced_with_them(
     net = network_of(models, tmp_path, file, name)
     session, call = LiveSession(net, backends()["torch"], "float32"), DRAWN[file](net)
     given, run = [], session._live.run
-    monkeypatch.setattr(session._live, "run", lambda inputs, sizes: given.append(inputs) or run(inputs, sizes))
+    monkeypatch.setattr(session._live, "run", lambda inputs, compiled: given.append(inputs) or run(inputs, compiled))
     with torch.inference_mode():
         expected = natively(net, call)
         bound = net.architecture().binding(net.module)(call)
@@ -124,8 +124,7 @@ def test_int8_networks_compute_with_natives_kernels_and_are_traced_with_them(
         assert found <= LIMIT
     monkeypatch.undo()  # from here on with ComfyUI's own kernel
     function, inputs = session._live.function, [given[0][spec.name] for spec in session._live.inputs]
-    weights = lifted(function)
-    graph, _ = traced(function, list(weights.values()), list(weights), inputs)
+    graph, weights = graph_of(function, inputs), lifted(function)
     kernels = Counter(str(node.target) for node in graph.graph.nodes if node.op == "call_function")
     layers = sum(getattr(layer, "quant_format", None) is not None for layer in function.modules())
     assert kernels["comfy_kitchen.int8_linear.default"] == layers - UNREAD.get(file, 0) > 0
@@ -219,7 +218,7 @@ def test_comfyuis_own_node_for_exact_attention_keeps_the_engine(file: Path, libr
 @COMPILES
 def test_a_compiled_int8_wan_serves_loras_with_natives_pictures(models: dict[str, Path], tmp_path: Path) -> None:
     net, call = network_of(models, tmp_path, "tiny_wan", "int8 convrot"), {"B": 1, "F": 1, "R": 4, "C": 3, "T": 9}
-    order = BuildOrder(net, "float32", Profile.around([call]), backends()["torch"], calls=(call,))
+    order = BuildOrder(net, "float32", Profile.around([call]), backends()["torch"])
     build_engine(order, Library([tmp_path]), lambda *_: None)
     choice = EngineChoice(Profile.around([call]), backend="torch")
     handle = EngineHandle.look_up(net, choice, Library([tmp_path]), "node")

@@ -28,7 +28,6 @@ from live_sessions import PROFILE, error, given_for
 from small_networks import ONE_LEVEL
 from small_networks import network as network_of
 
-SIZES = {"H": 16, "W": 16, "T": 77}
 CPU = torch.device("cpu")
 
 
@@ -45,21 +44,20 @@ def two(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def journal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[dict]]:
-    """Return how sizes were compiled."""
+    """Return what was compiled, and how."""
     file = tmp_path / "journal"
     monkeypatch.setenv("HYBRID_TRT_TEST_JOURNAL", str(file))
     return lambda: [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
 
 
 @pytest.fixture
-def sized_order(network: NativeNetwork, journal: Any, two: None, monkeypatch: Any) -> Iterator[Any]:
-    """Makes an order for batch 1, the backend behaving as told."""
-    with slow_backend("sized") as backend:
+def helped_order(network: NativeNetwork, journal: Any, two: None, monkeypatch: Any) -> Iterator[Any]:
+    """Makes an order, the backend behaving as told."""
+    with slow_backend("helped") as backend:
 
         def make(behaviour: str) -> BuildOrder:
-            monkeypatch.setenv("HYBRID_TRT_TEST_SIZES", json.dumps({1: behaviour}))
-            profile = order(network, backend).profile
-            return BuildOrder(network, "float32", profile, backend, calls=({**SIZES, "B": 1},))
+            monkeypatch.setenv("HYBRID_TRT_TEST_BEHAVIOUR", behaviour)
+            return order(network, backend)
 
         yield make
 
@@ -72,19 +70,19 @@ def built(wanted: BuildOrder, folder: Path, **more: Any) -> Engine:
     ("fails", "RuntimeError: ValueError: invalid literal for int"),
     ("loses_a_helper", "one of the processes that compile has ended")])  # fmt: skip
 def test_what_a_helper_says_or_that_it_ended_is_told_to_the_worker(
-    sized_order: Any, journal: Any, tmp_path: Path, behaviour: str, why: str
+    helped_order: Any, journal: Any, tmp_path: Path, behaviour: str, why: str
 ) -> None:
     with pytest.raises(BuildError, match=why):
-        built(sized_order(behaviour), tmp_path / "library")
+        built(helped_order(behaviour), tmp_path / "library")
     assert len(set(journal()[0]["helpers"])) == 2, "each call goes to one that is idle"
     assert until(lambda: not children(), PROMPTLY)
     assert contents(tmp_path / "library") == []
 
 
-def test_a_cancel_ends_all_of_them_promptly(sized_order: Any, journal: Any, tmp_path: Path) -> None:
+def test_a_cancel_ends_all_of_them_promptly(helped_order: Any, journal: Any, tmp_path: Path) -> None:
     queue = BuildQueue()
     try:
-        job = queue.submit(sized_order("silence"), Library([tmp_path / "library"]))
+        job = queue.submit(helped_order("silence"), Library([tmp_path / "library"]))
         assert until(lambda: len(journal()) == 1 or job.state.final, 60)
         assert job.state is State.RUNNING, job.message
         processes = children()
@@ -104,7 +102,7 @@ def assert_serves(engine: Engine, net: NativeNetwork) -> None:
     session.use([engine])
     assert error(session, net, given_for(net, 3)) <= 1e-5
     assert (session.serving, session.refusal) == ([engine], None)
-    (blocks,) = session.live._compiled.values()
+    blocks = session.live.compiled
     assert blocks.plain == 0
 
 

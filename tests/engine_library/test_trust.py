@@ -141,10 +141,9 @@ def test_an_engine_whose_secret_is_lost_is_told_on_the_node_and_built_anew(tmp_p
 
     def compiler(task: dict, *_: object) -> dict:
         steps.append(task["step"])
-        names = [file_name(sizes) for sizes in task["compiled"]]
-        for name in names:
-            (Path(task["folder"]) / name).write_bytes(b"what Inductor made")
-        return {"files": names, "parity": {"rel_err": 0.0}, "seconds": {}}
+        name = file_name("BHWT")
+        (Path(task["folder"]) / name).write_bytes(b"what Inductor made")
+        return {"files": [name], "parity": {"rel_err": 0.0}, "seconds": {}}
 
     def build() -> Engine:
         return build_engine(order(net, backends()["torch"], PROFILE), library, lambda *_: None, run=compiler)

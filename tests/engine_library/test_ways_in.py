@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from any_weights import PROFILE, SIZES, inputs_of
+from any_weights import PROFILE, inputs_of
 from fake_engine import publish_engine
 from hybrid_trt.architectures.calls import EngineCall
 from hybrid_trt.backends import backends
@@ -68,8 +68,7 @@ def made_elsewhere(net: NativeNetwork, tmp_path_factory: pytest.TempPathFactory)
 def publish_program(net: NativeNetwork, library: Library, mark: Path) -> Engine:
     """An engine of the torch backend for every size, whose compiled file is a program."""
     identity = builder._identity(BuildOrder(net, "float32", PROFILE, TORCH), lambda *_: None)
-    architecture = net.architecture()
-    name = compiled.file_name({symbol: SIZES[symbol] for symbol in identity.profile.ranges}, architecture.free)
+    architecture, name = net.architecture(), compiled.file_name(identity.profile.ranges)
     inputs = tuple(architecture.engine_inputs(net.module, "float32"))
     outputs = tuple(architecture.outputs(net.module, "float32"))
     with library.building_folder() as folder:
@@ -224,7 +223,7 @@ def test_an_engine_from_elsewhere_is_never_opened(
     for engine in engines:
         if engine.manifest.identity.backend == "torch":
             with pytest.raises(Unavailable):
-                TORCH.open_live(engine, TORCH.sizes(engine)[0], torch.device("cpu"))
+                TORCH.open_live(engine, torch.device("cpu"))
             continue
         load = backends()[engine.manifest.identity.backend].load
         with pytest.raises(Unavailable):

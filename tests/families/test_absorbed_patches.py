@@ -20,7 +20,6 @@ from compiling import COMPILES
 from family_contract import LIMIT, difference, live
 from fun import picture as control_image
 from hybrid_trt.architectures.calls import Unsupported
-from hybrid_trt.architectures.shapes import Profile
 from hybrid_trt.backends import backends
 from hybrid_trt.engine_builder.build import build_engine
 from hybrid_trt.engine_builder.order import BuildOrder
@@ -161,13 +160,13 @@ def test_an_engine_of_onnx_runtime_serves_its_two_files_and_no_other(
 
 @pytest.mark.slow
 @COMPILES
-def test_calls_of_a_compiled_size_give_natives_result_at_any_strength_and_with_another_file(
+def test_calls_of_a_compiled_engine_give_natives_result_at_any_strength_and_with_another_file(
     models: dict[str, Path], kind: AbsorbedPatch, patch: ModelPatcher, other: ModelPatcher, tmp_path: Path
 ) -> None:
     model = kind.model(models)  # no sampling has put a LoRA into it
     net = kind.network(kind.behind(model, patch))
     call = kind.calls[0].drawn(net)
-    order = BuildOrder(net, "float32", Profile.around([kind.compiled]), backends()["torch"], calls=(kind.compiled,))
+    order = BuildOrder(net, "float32", profile_of(net), backends()["torch"])
     engine = build_engine(order, Library([tmp_path]), lambda *_: None)
     for one, strength in ((patch, 0.7), (patch, 0.2), (other, 1.0)):
         native = kind.behind(model, one, strength=strength)

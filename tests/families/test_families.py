@@ -46,11 +46,11 @@ def test_one_engine_of_onnx_runtime_serves_all_calls(
 def test_one_compiled_file_serves_calls_of_all_sizes(
     models: dict[str, Path], tmp_path: Path, family: Family, file: str
 ) -> None:
-    network, (sizes, names) = family.network(models, file), family.any_size[file]
-    order = BuildOrder(network, "float32", family.profile(network), backends()["torch"], calls=(sizes,))
+    network = family.network(models, file)
+    order = BuildOrder(network, "float32", family.profile(network), backends()["torch"])
     session = live(network)
     session.use([build_engine(order, Library([tmp_path]), lambda *_: None)])
-    for name in names:
+    for name in family.any_size[file]:
         assert error_of(network, session, family.calls[name].drawn(network)) <= LIMIT, name
         assert session.uncovered is None, name
     assert session.refusal is None

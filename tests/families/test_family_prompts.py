@@ -12,7 +12,6 @@ from comfy.model_patcher import ModelPatcher
 from compiling import COMPILES
 from dynamic_vram import on_cpu
 from family_contract import ACTS, LIMIT, Family, lora_of
-from hybrid_trt.architectures.shapes import Profile
 from hybrid_trt.backends import backends
 from hybrid_trt.comfy_model.network import NativeNetwork
 from hybrid_trt.engine_builder.build import build_engine
@@ -118,9 +117,9 @@ def test_one_compiled_file_serves_prompts_of_any_length_and_any_lora(
     models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: Family, name: str
 ) -> None:
     monkeypatch.setenv(trust.FOLDER_VARIABLE, str(tmp_path / "keys"))
-    prompt, call, torch_backend = family.prompts[name], family.compiled[name], backends()["torch"]
+    prompt = family.prompts[name]
     network, native = family.network(models, prompt.file), family.network(models, prompt.file)
-    order = BuildOrder(network, "float32", Profile.around([call]), torch_backend, calls=(call,))
+    order = BuildOrder(network, "float32", family.profile(network), backends()["torch"])
     build_engine(order, Library([tmp_path]), lambda *_: None)
     patched, lora = Patched(network, tmp_path, "torch"), lora_of(native, family.loras[name])
     models_and_natives = [(patched.model, native.patcher),

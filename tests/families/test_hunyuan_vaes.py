@@ -91,7 +91,7 @@ def test_one_build_serves_every_still_and_video(
         for number, sizes in enumerate(CALLS[kind]):
             given = given_to(kind, role, sizes, seed=number)
             assert relative_error(ours(given), native(given)) <= LIMIT, sizes
-            (blocks,) = handle.session.active.live._compiled.values()
+            blocks = handle.session.active.live.compiled
             plain.append(blocks.plain)
         assert (len(blocks.kinds), plain[-1] - plain[-1 - COMPILED]) == (KINDS[kind, role], 0)
         assert (handle.stats.engine, handle.stats.native) == (len(CALLS[kind]), 0), handle.stats.details

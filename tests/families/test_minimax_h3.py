@@ -100,8 +100,7 @@ def test_layers_of_a_quantised_network_take_inputs_in_float32_as_natives_do(
     limit = difference(expected, natively(plain, drawn))
     assert limit <= 2e-2
     assert difference(on_engine(network, session, given), expected) <= limit
-    order = BuildOrder(network, "bfloat16", FAMILY.profile(network), backends()["torch"],
-                       calls=(FAMILY.compiled["text"],))  # fmt: skip
+    order = BuildOrder(network, "bfloat16", FAMILY.profile(network), backends()["torch"])
     session.use([build_engine(order, Library([tmp_path]), lambda *_: None)])
     assert difference(on_engine(network, session, given), expected) <= limit
     assert session.uncovered is None

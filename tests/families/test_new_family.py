@@ -15,21 +15,22 @@ import pytest
 import torch
 from comfy.model_patcher import ModelPatcher
 from comfy_process import ComfyProcess
-from compiling import COMPILES
 from fake_recorder import Recorder
 from hybrid_trt.architectures import Role, families
+from hybrid_trt.architectures.calls import RequestedCalls
 from hybrid_trt.architectures.shapes import RequestedSizes
 from hybrid_trt.backends import backends
 from hybrid_trt.backends.torch_inductor.session import LiveSession
 from hybrid_trt.comfy_model.network import UNET_PREFIX, NativeNetwork
 from hybrid_trt.engine_builder.build import build_engine
 from hybrid_trt.engine_builder.order import BuildOrder
-from hybrid_trt.engine_library import Library, trust
+from hybrid_trt.engine_library import Library, Unavailable
 from hybrid_trt.engine_library.engine import relative_error
 from hybrid_trt.sessions import cuda_graphs
 from scenarios import SETTINGS, Prompt, latent_of, node, relative_difference
 
 ROOT: Path = pack.ROOT
+TORCH = backends()["torch"]
 LIMIT, HALF = 1e-5, 5e-3
 """Of what torch computes as native does, one layer in float32 and the rest in half precision; of other kernels."""
 LIMITS = {"torch": LIMIT, "onnxruntime": HALF}
@@ -125,29 +126,26 @@ def test_rotary_embeddings_are_copied_once_and_each_residual_once_in_a_step(
     net, copied, copy_all = network(toy), [], cuda_graphs._copy_all
     monkeypatch.setattr(cuda_graphs, "_copy_all", lambda targets, sources: (
         copied.append(len(targets)), copy_all(targets, sources)))
-    session = LiveSession(net, backends()["torch"], "float16", Recorder())
+    session = LiveSession(net, TORCH, "float16", Recorder())
     for lists, tensors in ((("aa", "bb"), 5), (("", ""), 3), (("ab", "cd"), 7)):
         assert error_of_calls(session, net, lists, words=77) <= LIMIT
         assert copied == [tensors + 1, tensors, tensors]
         copied.clear()
 
 
-@COMPILES
-def test_a_network_in_tokens_with_buffers_is_compiled(
+def test_a_family_without_blocks_runs_uncompiled_and_a_build_of_it_is_refused_in_words(
     toy: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(trust.FOLDER_VARIABLE, str(tmp_path / "keys"))
-    net, torch_backend = network(toy), backends()["torch"]
+    monkeypatch.setattr(type(TORCH), "cannot_build", lambda *_: None)
+    net = network(toy)
     profile = net.architecture().profile(RequestedSizes(64, 128, 256, 1))
-    size = {"N": 2, "R": 8, "C": 9, "L": 77}
-    order = BuildOrder(net, "float16", profile, torch_backend, calls=(size,))
-    engine = build_engine(order, Library([tmp_path / "library"]), lambda *_: None)
-    session = LiveSession(net, torch_backend, "float16", Recorder())
-    session.use([engine])
-    for words, compiled, limit in ((77, True, HALF), (80, False, LIMIT)):
-        assert error_of_calls(session, net, ("ab", "ba"), words) <= limit
-        assert (session.uncovered is None) is compiled
-    assert session.refusal is None
+    assert TORCH.to_build(net, RequestedCalls(profile), []) == []
+    session = LiveSession(net, TORCH, "float16", Recorder())
+    assert error_of_calls(session, net, ("ab", "ba"), words=77) <= LIMIT
+    assert session.uncovered is None
+    assert "build" not in session.status(profile)
+    with pytest.raises(Unavailable, match="torch compiles no networks of its family"):
+        build_engine(BuildOrder(net, "float16", profile, TORCH), Library([tmp_path]), lambda *_: None)
 
 
 ROOMS = ("backends", "engine_builder", "engine_library", "sampling", "sessions", "comfy_model", "nodes", "page_api",

@@ -17,7 +17,7 @@ from comfy import model_management
 from comfy.ldm.models.autoencoder import AutoencoderKL
 from comfy.sd import VAE
 from hybrid_trt.architectures import Role
-from hybrid_trt.architectures.shapes import Picture, RequestedSizes
+from hybrid_trt.architectures.shapes import RequestedSizes
 from hybrid_trt.backends import backends
 from hybrid_trt.backends.lookup import EngineChoice
 from hybrid_trt.comfy_model.network import NativeNetwork
@@ -50,10 +50,8 @@ def decoder(tmp_path_factory: pytest.TempPathFactory) -> Decoder:
     vae = VAE(sd=weights, device=GPU, dtype=torch.bfloat16)  # the tests' ComfyUI is one for the CPU
     library = Library([tmp_path_factory.mktemp("library")])
     network = NativeNetwork.of_vae(vae, Role.VAE_DECODER, "vae")
-    architecture = network.architecture()
-    profile = architecture.profile(RequestedSizes())
-    calls = architecture.calls(profile, Picture(SIDE, SIDE, (1,)))
-    order = BuildOrder(network, network.precision, profile.around(calls), backends()["torch"], calls=tuple(calls))
+    profile = network.architecture().profile(RequestedSizes())
+    order = BuildOrder(network, network.precision, profile, backends()["torch"])
     build_engine(order, library, lambda *_: None)
     handle = EngineHandle.look_up(network, EngineChoice(profile, backend="torch"), library, "node")
     return vae, vae_with_engines(vae, {Role.VAE_DECODER: handle}), handle

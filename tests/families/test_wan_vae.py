@@ -75,7 +75,7 @@ def test_one_build_serves_every_number_of_frames_and_every_size(
         name, images = call_of(role, architecture, module, *sizes, seed=number)
         expected = getattr(module, name)(images)
         assert relative_error(getattr(served, name)(images), expected) <= LIMIT, sizes
-        (blocks,) = handle.session.active.live._compiled.values()
+        blocks = handle.session.active.live.compiled
         plain.append(blocks.plain)
     assert (handle.stats.engine, handle.stats.native) == (len(CALLS), 0), handle.stats.details
     assert (len(blocks.kinds), plain[-1] - plain[-1 - COMPILED]) == (KINDS[kind, role], 0)

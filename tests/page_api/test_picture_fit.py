@@ -14,8 +14,7 @@ import_comfy()
 
 from hybrid_trt.architectures import architectures
 from hybrid_trt.architectures.shapes import SIZE_NAMES, Picture, Profile, RequestedSizes, Sizes
-from hybrid_trt.backends import AUTO
-from hybrid_trt.backends.torch_inductor.compiled import file_name
+from hybrid_trt.backends import AUTO, backends
 from hybrid_trt.page_api import build_routes, picture_fit
 from hybrid_trt.page_api.graph_pictures import readers_of, samplers_of
 from hybrid_trt.page_api.outlook import NodeRequest, request_of
@@ -42,7 +41,7 @@ def told(
 def engine(backend: str, asked: RequestedSizes = OWN, *calls: dict[str, int]) -> Any:
     profile = architectures()[UNET].profile(asked).only("BHWT")
     identity = SimpleNamespace(backend=backend, architecture=UNET, profile=profile)
-    return SimpleNamespace(manifest=SimpleNamespace(identity=identity, files=[file_name(call) for call in calls]))
+    return SimpleNamespace(manifest=SimpleNamespace(identity=identity), calls=calls)
 
 
 def call(width: int, height: int, batch: int = 2, tokens: int = 77) -> dict[str, int]:
@@ -108,11 +107,14 @@ def test_what_does_not_fit_widens_only_what_has_to_be_wider() -> None:
         assert widened(*size, sizes=OWN) is None, "no node may ask for it"
 
 
-def test_a_picture_that_no_file_is_for_is_told_whatever_its_prompts_length() -> None:
+def test_a_picture_that_no_engine_of_one_size_is_for_is_told_whatever_its_prompts_length(
+    monkeypatch: pytest.MonkeyPatch
+) -> None:
     portrait = picture(832, 1216)
+    monkeypatch.setattr(backends()["onnxruntime"], "sizes", lambda engine: engine.calls)
 
-    def lacking(one: Picture, *calls: dict[str, int], **more: Any) -> Any:
-        return told(one, engines=[engine("torch", OWN, *calls)], **more)["uncompiled"]
+    def lacking(one: Picture, *calls: dict[str, int]) -> Any:
+        return told(one, engines=[engine("onnxruntime", OWN, *calls)], choice="onnxruntime")["uncompiled"]
 
     square, tall = call(1024, 1024), call(832, 1216, tokens=154)
     assert lacking(portrait, square, tall) is None
@@ -122,8 +124,8 @@ def test_a_picture_that_no_file_is_for_is_told_whatever_its_prompts_length() -> 
     assert lacking(picture(832, 1216, 2), tall) is not None, "two images"
     assert lacking(picture(832, 1216, 2, None), call(832, 1216, 2)) is None, "nobody knows whether there is a CFG"
     assert lacking(picture(836, 1220), tall) is None, "a latent has an element for 8 pixels"
-    assert lacking(portrait) is None, "an engine without files runs every size alike"
-    assert told(portrait, engines=[engine("onnxruntime")])["uncompiled"] is None
+    assert lacking(portrait) is None, "an engine of no size in particular"
+    assert told(portrait, engines=[engine("torch")])["uncompiled"] is None
     assert told(portrait)["uncompiled"] is None, "the button builds for it anyway"
 
 

@@ -13,7 +13,7 @@ from builds import main_file
 from fake_recorder import Recorder
 from hybrid_trt.architectures import architecture_of
 from hybrid_trt.architectures.calls import EngineCall, RequestedCalls
-from hybrid_trt.architectures.shapes import Profile, Range, sample_inputs
+from hybrid_trt.architectures.shapes import Profile, Range, sample_inputs, symbols_in
 from hybrid_trt.backends import AUTO, backends, lookup
 from hybrid_trt.backends.lookup import usable_backends
 from hybrid_trt.backends.torch_inductor.compiled import file_name
@@ -209,9 +209,8 @@ def test_a_library_that_cannot_be_read_is_a_fallback(tmp_path: Path, monkeypatch
 def compiled_engine(net: NativeNetwork, folder: Path, created: str) -> Engine:
     """An engine of the torch backend with a file for every size, which no test opens for real."""
     library = Library([folder])
-    used = {d.symbol for spec in net.architecture().inputs(net.module, "float32") for d in spec.dims
-            if not isinstance(d, int)}
-    name = file_name({symbol: size for symbol, size in OPT.items() if symbol in used}, net.architecture().free)
+    used = symbols_in(net.architecture().inputs(net.module, "float32"))
+    name = file_name(used)
     identity = EngineIdentity("sd15_unet", TORCH.weights(net), "float32", PROFILE.only(used), "torch", TORCH.version(),
                               TORCH.target(CPU))
     specs = architecture_of(net.module)

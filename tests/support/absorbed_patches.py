@@ -45,7 +45,6 @@ class AbsorbedPatch:
         prompts: of the family, each with its calls of the network.
         prompt: that the other tests sample.
         passes: what a run computes once: prompts and the control image.
-        compiled: sizes of the first call, for a compiled file.
         node: ComfyUI's node for the patch, as the page sends it.
         place: words of the reason that names the patch.
         beside: puts another patch into a model.
@@ -66,7 +65,6 @@ class AbsorbedPatch:
     prompts: tuple[str, ...]
     prompt: Prompt
     passes: int
-    compiled: dict[str, int]
     node: dict[str, Any]
     place: str
     beside: Change
@@ -175,7 +173,6 @@ FUN = AbsorbedPatch(
     prompts=("two lengths", "odd sides, two pictures", "without CFG"),
     prompt=zimage.prompt(words=(20, 20), calls=3),
     passes=2,
-    compiled={"B": 1, "N": 1, "T": 1, "C": 12},
     node={"class_type": "ZImageFunControlnet", "inputs": {
         "model": ["lora", 0], "model_patch": ["file", 0], "vae": ["vae", 0], "image": ["image", 0], "strength": 0.7}},
     place="noise_refiner by ZImageControlPatch",
@@ -196,7 +193,6 @@ LLLITE = AbsorbedPatch(
     prompts=("two lengths", "odd sides", "without CFG"),
     prompt=anima.FAMILY.prompts["one length"],
     passes=1,
-    compiled={"B": 1, "R": 4, "C": 3, "T": 97},
     node={"class_type": "AnimaLLLiteApply", "inputs": {
         "model": ["lora", 0], "model_patch": ["file", 0], "image": ["image", 0], "strength": 0.7, "end_percent": 1.0}},
     place="by AnimaLLLitePatch",

@@ -140,8 +140,8 @@ class Family:
         patches: words of a reason, and more in brackets -> what puts a patch inside a model.
         patched: prompts that are sampled with patches.
         sizes: by file.
-        compiled: a prompt -> sizes of the call that its file is compiled for. Prompts of other lengths use it too.
-        any_size: a file -> sizes of the call that it is compiled for, and calls that the compiled file serves too.
+        compiled: prompts of files that are compiled. Prompts of other lengths use the same engine.
+        any_size: a file -> calls that its compiled engine serves.
         slow: a test -> the cases that CI leaves out.
     """
 
@@ -162,8 +162,8 @@ class Family:
     patches: Mapping[str, Change] = field(default_factory=dict)
     patched: Iterable[str] = ()
     sizes: Mapping[str, Sizes] = field(default_factory=dict)
-    compiled: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
-    any_size: Mapping[str, tuple[Mapping[str, int], tuple[str, ...]]] = field(default_factory=dict)
+    compiled: Iterable[str] = ()
+    any_size: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     slow: Mapping[str, Collection[str]] = field(default_factory=dict)
 
     def __str__(self) -> str:

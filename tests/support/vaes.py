@@ -33,10 +33,7 @@ def engine_of(
     """Build a VAE's engine and return its handle."""
     network, library = NativeNetwork.of_vae(vae, role, f"a VAE's {role.value}"), Library([folder])
     profile, chosen = network.architecture().profile(sizes), backends()[backend]
-    calls: tuple = ()
-    if chosen.runs_live_weights and network.architecture().free:
-        calls = (profile.clamp({symbol: one.opt for symbol, one in network.architecture().free.items()}),)
-    order = BuildOrder(network, "float32", profile, chosen, calls=calls)
+    order = BuildOrder(network, "float32", profile, chosen)
     build_engine(order, library, lambda *_: None, run=run_here)
     choice = EngineChoice(profile, backend=backend)
     return EngineHandle.look_up(network, choice, library, f"{role.value} by {backend} in {folder}")

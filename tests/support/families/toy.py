@@ -168,7 +168,7 @@ class ToySizes:
     def examples(self, profile: Profile) -> Examples:
         small = profile.clamp({"N": 2, "R": 5, "C": 7, "L": 5, "P": 1})
         opt, most = profile.sizes("opt"), profile.sizes("max")
-        return Examples(small, [small, opt], [opt], [small, opt, most])
+        return Examples(small, [small, opt], opt, [small, opt, most])
 
     def words(self, profile: Profile) -> str:
         return words_for(profile, self.symbols)

@@ -74,9 +74,9 @@ FAMILY = Family(
         "dev: two references": (
             "dev: all residuals, references", "dev: all residuals, batch 1", "dev: a picture", "dev: no pooled prompt",
             "dev: two references side by side", "dev: places changed by another node")},
-    any_size={layout: ({"B": 1, "N": tokens, "T": 9}, tuple(f"{layout}: {name}" for name in (
-        "a picture", "batch 2, an odd size, a long prompt", "two references", "some residuals, batch 1")))
-              for layout, tokens in (("dev", 24), ("klein", 96))},
+    any_size={layout: tuple(f"{layout}: {name}" for name in (
+        "a picture", "batch 2, an odd size, a long prompt", "two references", "some residuals, batch 1"))
+              for layout in ("dev", "klein")},
     steady={"dev: a picture": ("pe_prompt", "pe_image")},
     refused={"dev: a picture": [
         ({"attention_mask": torch.ones(1, 1, 33, 33)}, "attention_mask"),

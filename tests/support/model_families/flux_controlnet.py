@@ -32,7 +32,7 @@ FAMILY = Family(
            for name, changes in (EVEN if layout in PIXELS else CASES).items()} | {
         f"union: types {types}": call("union", control_type=types) for types in TYPES},
     unlike={"union: types []": tuple(f"union: types {types}" for types in TYPES if types)},
-    any_size={"union": ({"B": 1, "N": 24, "T": 10}, ("union: types [0]", "union: types [4]"))},
+    any_size={"union": ("union: types [0]", "union: types [4]")},
     refused={
         "union: a picture": [({"control_type": [9]}, "a control type"), ({"control_type": [1, 2]}, "a control type")],
         "instantx: a picture": [({"guidance": None}, "no guidance"), ({"something_new": 1}, "something_new")],

@@ -113,6 +113,6 @@ FAMILY = Family(
         "256 to 1344 px, 1024 tokens, up to 107 latent frames", "832x480, 512 tokens, 107 latent frames",
         sampled={"F": 37, "A": 207}, length=124,
     )},
-    compiled={"text": {"F": 2, "R": 4, "C": 3, "T": 12, "A": 8, "K": 0}},
+    compiled=("text",),
     slow={"test_whole_prompts_are_natives": (f"{FILE}, onnxruntime",)},
 )  # fmt: skip

@@ -47,8 +47,7 @@ FAMILY = Family(
         "places moved by another node": with_places(scale_x=1.5, shift_y=3.0),
     },
     unlike={"small": ("one token", "places moved by another node")},
-    any_size={RANDOM: (
-        {"B": 1, "N": 1, "T": 1}, ("small", "odd sides, two pictures", "several groups", "many tokens"))},
+    any_size={RANDOM: ("small", "odd sides, two pictures", "several groups", "many tokens")},
     half={"several groups": [torch.float16, torch.bfloat16]},
     refused={"small": [
         ({"ref_latents": [torch.ones(1, 16, 8, 8)]}, "reference latents"),
