@@ -376,7 +376,7 @@ def test_an_engine_whose_file_is_gone_streams_nothing(
 ) -> None:
     session.load(0)
     expected = results(session)
-    session._refuse(engine, RuntimeError("broken"))
+    session._refuse(RuntimeError("broken"))
     assert outside(session) == 0
     found = results(session)
     assert near(found, expected)
