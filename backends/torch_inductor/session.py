@@ -364,7 +364,7 @@ class LiveSession:
             more = "; build for full speed" if builds else ""
             why = f". The engine that is there is not used: {self.passed_over}" if self.passed_over else ""
             return f"{start}, not compiled{already}{more}{why}"
-        size = sum(engine.manifest.bytes for engine in self.engines) / 1e6
+        size = self._engine.manifest.bytes / 1e6
         return f"{start}, compiled for {EVERY_SIZE}, {size:.0f} MB{'; ' * bool(self.remark)}{self.remark}"
 
 

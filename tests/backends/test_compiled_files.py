@@ -1,4 +1,4 @@
-"""What Inductor wrote opens to what was compiled, without the copy that torch makes of all it has read."""
+"""A file of Inductor's opens to what was compiled, without the copy that torch makes of all it has read."""
 
 from __future__ import annotations
 
