@@ -1,8 +1,9 @@
 """A shipped workflow twice in a real ComfyUI: native, and with its model, ControlNets and VAE on engines.
 
-Tiny random models stand in for real ones, so the pictures are abstract; what counts is that they are the same. The
-workflow is the one in workflows/, loaded as a user would load it: only model names, size and steps are changed. No text
-encoder of a transformer is tiny, so random prompts stand in for those too.
+The usual workflow has small models that were trained on emoji: its picture shows one, by its name and its edges. In
+others tiny random models stand in for real ones, so their pictures are abstract; what counts is that they are the same.
+The workflow is the one in workflows/, loaded as a user would load it: only model names, prompt, size and steps are
+changed. No text encoder of a transformer is tiny, so random prompts stand in for those too.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ from typing import Any
 
 import numpy
 from comfy_process import ComfyProcess, History
+from demo_models import EMOJI, edges_of, put, with_trained_models
+from PIL import Image, ImageChops, ImageDraw, ImageFont
 from safetensors.numpy import load_file
 from tiny_prompts import without_text_encoders
 from workflow_recipes import RECIPES, TINY, with_tiny_models
@@ -38,6 +41,8 @@ MAX_ERROR = 1e-5
 ENGINE_NODES = ("TRTAccelerate", "TRTReport", "PreviewImage")
 """Our nodes that have a part in the engine run only, and the stock node that shows the report's picture."""
 SIZE, STEPS = 128, 8
+BRIGHTER = 100
+"""Times as bright as it is, at which a difference is shown."""
 WARM_UP_SEED, SEED = 1, 2
 
 
@@ -67,15 +72,14 @@ def saying(text: str) -> Iterator[None]:
 
 
 def demo_prompt(name: str, object_info: dict[str, Any], engines: bool, seed: int) -> Prompt:
-    """A shipped workflow as an API prompt for the tiny models, with the latent saved too.
+    """A shipped workflow as an API prompt for small models, with the latent saved too.
 
     Args:
         engines: as shipped; otherwise with all engine nodes bypassed, so that nothing of ours computes.
     """
     shipped = json.loads((ROOT / "workflows" / f"{TITLES[name]}.json").read_text(encoding="utf-8"))
-    workflow = with_tiny_models(shipped, object_info)
+    workflow = (with_trained_models if name == USUAL else with_tiny_models)(shipped, object_info)
     changes: dict[tuple[str, str], Any] = {
-        ("KSampler", "steps"): STEPS,
         ("KSampler", "seed"): seed,
         ("TRTAccelerate", "when_missing"): "build now",
         ("TRTAccelerate", "min_size"): SIZE // 2,  # a picture smaller than what fits the family
@@ -84,6 +88,8 @@ def demo_prompt(name: str, object_info: dict[str, Any], engines: bool, seed: int
     }
     for (node, widget), value in changes.items():
         set_widget(workflow, node, widget, value, object_info)
+    if name != USUAL:
+        set_widget(workflow, "KSampler", "steps", STEPS, object_info)
     if not engines:
         bypass(workflow, ENGINE_NODES)
     prompt = to_prompt(workflow, object_info)
@@ -120,11 +126,33 @@ def keep_image(comfy: ComfyProcess, history: History, prompt: Prompt, target: Pa
     return target
 
 
+def side_by_side(pictures: dict[str, Image.Image], target: Path) -> Path:
+    """Write pictures in a row, twice as large, each with its title above."""
+    (width, height), above = (2 * side for side in next(iter(pictures.values())).size), 28
+    row = Image.new("RGB", (width * len(pictures), above + height), "white")
+    draw, font = ImageDraw.Draw(row), ImageFont.load_default(16)
+    for x, (title, picture) in zip(range(0, row.width, width), pictures.items(), strict=True):
+        draw.text((x + width / 2, above / 2), title, "black", font, anchor="mm")
+        row.paste(picture.resize((width, height), Image.Resampling.LANCZOS), (x, above))
+    row.save(target, optimize=True)
+    return target
+
+
+def shown(name: str, base: Path, native: Path, engine: Path) -> dict[str, Image.Image]:
+    """Return what the demo shows, by title."""
+    edges = {"edges": base / "input" / edges_of(EMOJI[0])} if name == USUAL else {}
+    files = edges | {"normal model": native, "engines": engine}
+    pictures = {title: Image.open(file).convert("RGB") for title, file in files.items()}
+    apart = ImageChops.difference(pictures["normal model"], pictures["engines"])
+    return pictures | {f"difference, {BRIGHTER} times": apart.point(lambda value: min(255, BRIGHTER * value))}
+
+
 def make_models(name: str, comfyui: Path, base: Path) -> None:
-    """Tiny models and control images where ComfyUI finds them."""
-    names = ["tiny_sd15", "tiny_sd15_a", "tiny_sd15_b"] if name == USUAL else sorted(set(TINY.values()))
+    """Small models and control images where ComfyUI finds them."""
+    if name == USUAL:
+        return put(comfyui, base)
     folders = ["--comfyui", str(comfyui), "--models", str(base / "models"), "--input", str(base / "input")]
-    command = [sys.executable, str(TOOLS / "tiny_models.py"), *folders, *names]
+    command = [sys.executable, str(TOOLS / "tiny_models.py"), *folders, *sorted(set(TINY.values()))]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
 
 
@@ -150,9 +178,10 @@ def build_seconds(base: Path) -> float:
 
 
 def asked(prompt: Prompt) -> int:
-    """Count the networks that a workflow asks engines for."""
+    """Count the networks that a workflow asks engines for; one that two loaders load is one."""
     (node,) = (n for n in prompt.values() if n["class_type"] == "TRTAccelerate")
-    return sum(name in ("model", "vae") or name.startswith("control_net") for name in node["inputs"])
+    links = [link for name, link in node["inputs"].items() if name.startswith(("model", "vae", "control_net"))]
+    return len({(json.dumps(prompt[loader]), output) for loader, output in links})
 
 
 def run(name: str, comfy: ComfyProcess, out: Path) -> dict[str, Any]:
@@ -172,15 +201,16 @@ def run(name: str, comfy: ComfyProcess, out: Path) -> dict[str, Any]:
     found = latent(comfy, engine, engine_prompt)
     counts = outputs_of(engine, engine_prompt, "TRTReport")["report"][0]
 
+    native_image = keep_image(comfy, native, native_prompt, out / "native.png")
+    engine_image = keep_image(comfy, engine, engine_prompt, out / "engine.png")
+    images = [native_image, engine_image,
+              side_by_side(shown(name, comfy.base, native_image, engine_image), out / "side_by_side.png")]
     error = numpy.linalg.norm(found.astype(float) - expected) / numpy.linalg.norm(expected.astype(float))
     kept = ("name", "engine", "native", "reasons")
     return {
         "workflow": TITLES[name],
         "latent_rel_err": float(error) if numpy.isfinite(found).all() else float("inf"),
-        "images": [
-            str(keep_image(comfy, native, native_prompt, out / "native.png")),
-            str(keep_image(comfy, engine, engine_prompt, out / "engine.png")),
-        ],
+        "images": [str(image) for image in images],
         "asked": asked(engine_prompt),
         "networks": [{key: row[key] for key in kept} for row in counts["rows"]],
         "seconds": {
@@ -218,8 +248,7 @@ def table(report: dict[str, Any]) -> str:
         "",
         f"difference of the latents    {report['latent_rel_err']:.1e} (limit {MAX_ERROR:.0e})",
         "seconds                      " + ", ".join(f"{name} {value}" for name, value in seconds.items()),
-        f"pictures                     {report['images'][0]}",
-        f"                             {report['images'][1]}",
+        f"pictures                     {report['images'][-1]}",
     ]
     return "\n".join(lines)
 
@@ -233,11 +262,11 @@ def main() -> int:
     out, name = options.out.resolve(), options.workflow
     comfyui, base = Path(os.environ["HYBRID_TRT_COMFYUI"]), Path(os.environ["HYBRID_TRT_BASE"])
     out.mkdir(parents=True, exist_ok=True)
-    for file in ("report.json", "native.png", "engine.png"):
+    for file in ("report.json", "native.png", "engine.png", "side_by_side.png"):
         (out / file).unlink(missing_ok=True)  # what is there afterwards is of this run
     # engines of earlier runs would hide a broken build
     shutil.rmtree(base / "models" / "trt_engines", ignore_errors=True)
-    with saying("making tiny random models"):
+    with saying("making small models"):
         make_models(name, comfyui, base)
     with contextlib.ExitStack() as stack:
         stack.enter_context(with_test_nodes(name, base))

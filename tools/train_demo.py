@@ -35,8 +35,8 @@ SIDE, STEPS, FREE = 128, 1000, 0.1
 CATEGORIES = ("Activities", "Animals & Nature", "Food & Drink", "Objects", "Smileys & Emotion", "Symbols",
               "Travel & Places")  # fmt: skip
 RATE = {"vae": 5e-4, "unet": 3e-4, "controlnet": 3e-4}
-FILES = {"vae": "vae/demo_vae.safetensors", "unet": "diffusion_models/demo_unet.safetensors",
-         "controlnet": "controlnet/demo_edges.safetensors"}  # fmt: skip
+FILES = {"vae": "vae/trained_vae.safetensors", "unet": "diffusion_models/trained_unet.safetensors",
+         "controlnet": "controlnet/trained_edges.safetensors"}  # fmt: skip
 """Networks, and their files in ComfyUI's folder of models."""
 ENCODER, SCALE = "demo_clip_l", "|scale"
 KEPT = 0.999

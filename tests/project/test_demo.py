@@ -11,16 +11,17 @@ from typing import Any
 
 import pytest
 import slow
-from demo import WORKFLOWS
+from demo import USUAL, WORKFLOWS
 from PIL import Image, ImageChops
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
-#: Calls in eight steps; a ControlNet acts in its range, and a VAE that decodes videos has no engine on a CPU.
+#: Calls in eight steps; a ControlNet acts in its range, and a VAE that decodes videos has no engine on a CPU. The usual
+#: demo has twenty steps, and one ControlNet that acts twice.
 SAMPLED, DECODED, NATIVE = (8, 0), (1, 0), (0, 1)
 CALLS = {
-    "sd15_two_controlnets": [SAMPLED] * 3 + [DECODED], "flux1_text_to_image": [SAMPLED, DECODED],
+    USUAL: [(40, 0), (20, 0), DECODED], "flux1_text_to_image": [SAMPLED, DECODED],
     "flux1_controlnet": [(7, 0), SAMPLED, DECODED], "zimage_text_to_image": [SAMPLED, DECODED],
     **dict.fromkeys(("krea2_text_to_image", "qwen_text_to_image", "qwen_edit"), [SAMPLED, NATIVE]),
 }  # fmt: skip
@@ -47,7 +48,8 @@ def test_the_demo_shows_the_same_picture_twice_and_says_what_ran_on_engines(
     assert 0 < report["latent_rel_err"] <= 1e-5
     assert [(row["engine"], row["native"]) for row in report["networks"]] == CALLS[name]
     assert report["seconds"].keys() == {"build", "native", "engine"}
-    native, engine = (Image.open(path).convert("RGB") for path in report["images"])
+    native, engine, row = (Image.open(path).convert("RGB") for path in report["images"])
+    assert row.width == 2 * native.width * (4 if name == USUAL else 3), "the usual demo shows the edges too"
     low, high = zip(*native.getextrema(), strict=True)
     assert max(high) - min(low) > 50, "an empty picture would be equal too"
     assert max(high for _, high in ImageChops.difference(native, engine).getextrema()) <= 1
