@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Take the pictures of the page that README, docs and help show, with the tiny test models.
+"""Take the pictures of the page that README, docs and help show, with the tiny test models, or the trained ones.
 
     python tools/environment.py --browser run -- python tools/make_screenshots.py [animation templates wiring ...]
 
@@ -12,6 +12,7 @@ import argparse
 import io
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -20,6 +21,7 @@ from typing import Any
 
 from browser import TOAST_CLOSE, ComfyPage, chromium, comfy_page
 from comfy_process import ComfyProcess
+from demo_models import put, with_trained_models
 from PIL import Image, ImageDraw, ImageFont
 from playwright.sync_api import Locator
 from workflow_recipes import with_tiny_models
@@ -163,9 +165,6 @@ def take_first(page: ComfyPage, workflow: dict[str, Any]) -> None:
     page.fit(**MARGINS)
     page.page.mouse.move(800, 890)  # where no tooltip hangs
     page.page.wait_for_timeout(8000)  # until messages are gone
-    # Tiny random models make noise, which would say nothing about a user's picture.
-    page.page.evaluate("() => { app.graph.nodes.find(n => n.type === 'SaveImage').imgs = null; }")
-    page.fit(**MARGINS)
     run = page.page.get_by_test_id("queue-button").first.bounding_box()
     page.page.evaluate("() => document.activeElement?.blur()")  # its tooltip stays else
     page.page.wait_for_timeout(1000)
@@ -179,12 +178,14 @@ def take_building(page: ComfyPage, workflow: dict[str, Any]) -> None:
     page.load(workflow, NAME)
     page.page.evaluate(QUIET)
     page.page.evaluate("""() => { const node = app.graph.nodes.find(n => n.type === 'TRTControlNetEngine');
-        const button = node.widgets.find(w => w.name === 'build_engine'); button.callback(); }""")
-    page.page.locator(".hybrid-trt-status[data-state=building]").first.wait_for(timeout=60000)
-    page.page.evaluate("""() => { const node = app.graph.nodes.find(n => n.type === 'TRTControlNetEngine');
         app.canvas.ds.scale = 1;
         app.canvas.ds.offset = [460 - node.pos[0], 200 - node.pos[1]]; app.canvas.setDirty(true, true); }""")
-    page.page.wait_for_timeout(6000)
+    page.page.wait_for_timeout(6000)  # until messages are gone
+    page.page.evaluate("""() => { const node = app.graph.nodes.find(n => n.type === 'TRTControlNetEngine');
+        const button = node.widgets.find(w => w.name === 'build_engine'); button.callback(); }""")
+    progress = page.page.locator(".hybrid-trt-status[data-state=building]").get_by_text(re.compile(r"[2-9]\d %")).first
+    progress.wait_for(timeout=60000)
+    page.settle()  # its bar moves there
     save(page, IMAGES / "building.png", (440, 150, 850, 480))
 
 
@@ -257,14 +258,16 @@ def main(arguments: list[str] | None = None) -> None:
     subprocess.run([options.python, str(ROOT / "tools" / "tiny_models.py"), "--comfyui", str(options.comfyui),
                     "--models", str(options.base / "models"), "--input", str(options.base / "input"),
                     "tiny_sd15", "tiny_sd15_a", "tiny_sd15_b"], check=True)
+    put(options.comfyui, options.base)
     with (ComfyProcess(options.comfyui, Path(options.base), options.python) as process, chromium() as browser,
           comfy_page(browser, process.url) as page):
-        workflow, advanced = (with_tiny_models(json.loads(path.read_text(encoding="utf-8")), process.object_info())
-                              for path in (WORKFLOW, ADVANCED))
+        info = process.object_info()
+        shipped, advanced = (json.loads(path.read_text(encoding="utf-8")) for path in (WORKFLOW, ADVANCED))
+        workflow, advanced = with_tiny_models(shipped, info), with_tiny_models(advanced, info)
         page.page.evaluate(QUIET)
         for name, take in (("animation", lambda: take_animation(page, workflow)),
                            ("templates", lambda: take_templates(page)), ("wiring", lambda: take_wiring(page)),
-                           ("first", lambda: take_first(page, workflow)),
+                           ("first", lambda: take_first(page, with_trained_models(shipped, info))),
                            ("building", lambda: take_building(page, advanced)),
                            ("plot", lambda: take_plot(process, advanced))):
             if name in wanted:
