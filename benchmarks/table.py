@@ -2,8 +2,7 @@
 
     python benchmarks/table.py benchmarks/results/h200.json
     python benchmarks/table.py new.json --against old.json
-    python benchmarks/table.py benchmarks/results/h200.json --plot docs/images/speed.png --pages
-    python benchmarks/table.py benchmarks/results/h200.json --times docs/images/times.svg
+    python benchmarks/table.py benchmarks/results/h200.json --plot docs/images/speed.png --page
 """
 
 from __future__ import annotations
@@ -57,14 +56,9 @@ WORDS = {
 }
 """Rows of docs/performance.md, in its words."""
 
-README_ROWS = ("sd15_ksampler_2cn (default)", "sd15_ksampler_2cn (disable-dynamic-vram)", "sdxl_step_2cn")
 PLOTTED = ("sd15_ksampler_2cn (disable-dynamic-vram)", "sd15_step_2cn", "sd15_unet", "sd15_controlnet",
            "sdxl_step_2cn", "sdxl_unet", "sdxl_controlnet")
 PLOT_WORDS = WORDS | {PLOTTED[0]: "SD1.5 512 px: a whole prompt, 20 steps, 2 ControlNets"}
-
-TIMES_WORDS = (("SD 1.5 with 2 ControlNets,", "a whole prompt"), ("the same with", "--disable-dynamic-vram"),
-               ("SDXL with 2 ControlNets,", "a sampling step"))
-"""README's rows in the chart, in two lines each."""
 
 MARKS = ("<!-- speed: made by benchmarks/table.py -->\n", "<!-- end of speed -->\n")
 
@@ -72,17 +66,6 @@ MARKS = ("<!-- speed: made by benchmarks/table.py -->\n", "<!-- end of speed -->
 def _told(row: dict[str, Any], column: str) -> str:
     """Return how many times faster than a column the engine is."""
     return f"{row[column] / row['engine_ms']:.1f}x" if row.get(column) else ""
-
-
-def for_readme(data: dict[str, Any]) -> str:
-    """Return the three rows of README.md."""
-    rows = {name(row): row for row in data["rows"]}
-    lines = [f"| {data['meta']['gpu']}, milliseconds | normal | `torch` engine | faster |", "|---" * 4 + "|"]
-    for case in README_ROWS:
-        row = rows[case]
-        times = f"{cell(row['native_ms'])} | {cell(row['engine_ms'])}"
-        lines.append(f"| {WORDS[case]} | {times} | **{_told(row, 'native_ms')}** |")
-    return "\n".join(lines) + "\n"
 
 
 def for_page(data: dict[str, Any]) -> str:
@@ -102,8 +85,8 @@ def for_page(data: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
-PAGES = {"README.md": for_readme, "docs/performance.md": for_page}
-"""Pages with figures between the marks -> the function that makes them."""
+PAGE = "docs/performance.md"
+"""Has figures between the marks."""
 
 
 def refit(page: Path, text: str) -> None:
@@ -164,45 +147,20 @@ def plot(rows: Sequence[dict[str, Any]], path: Path, title: str) -> None:
     figure.savefig(path, dpi=110)
 
 
-def times(data: dict[str, Any]) -> str:
-    """Return README's rows as an SVG of bars: how many times faster each is."""
-    rows = {name(row): row for row in data["rows"]}
-    ratios = [rows[case]["native_ms"] / rows[case]["engine_ms"] for case in README_ROWS]
-    scale = 510 / max(ratios)
-    bars = [f'<text x="16" y="30" font-size="17" font-weight="bold">Times as fast as ComfyUI alone, on an '
-            f'{data["meta"]["gpu"]}</text>']
-    for top, words, ratio in zip(range(52, 1000, 62), TIMES_WORDS, ratios, strict=False):
-        bars += [f'<text x="256" y="{top + 18 + 18 * i}" text-anchor="end">{line}</text>'
-                 for i, line in enumerate(words)]
-        width = round(ratio * scale)
-        bars += [f'<rect x="270" y="{top}" width="{width}" height="44" rx="6" fill="#4caf6a"/>',
-                 f'<text x="{282 + width}" y="{top + 31}" font-size="26" font-weight="bold">{ratio:.1f}x</text>']
-    one = 270 + scale
-    bars.append(f'<path d="M{one:.0f} 46v{62 * len(ratios)}" stroke="#202020" stroke-dasharray="5 4"/>')
-    height = 62 * len(ratios) + 60
-    return (f'<svg xmlns="http://www.w3.org/2000/svg" width="900" height="{height}" font-family="sans-serif" '
-            f'font-size="14" fill="#202020"><rect width="900" height="{height}" rx="8" fill="#f6f6f4"/>\n'
-            + "\n".join(bars) + "\n</svg>\n")
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("results", type=Path)
     parser.add_argument("--against", type=Path, help="an older file: exit with 1 when something got worse")
     parser.add_argument("--plot", type=Path)
-    parser.add_argument("--times", type=Path, help="draw how many times faster README's rows are")
-    parser.add_argument("--pages", action="store_true", help=f"put the tables between the marks of {', '.join(PAGES)}")
+    parser.add_argument("--page", action="store_true", help=f"put the table between the marks of {PAGE}")
     options = parser.parse_args()
     data = json.loads(options.results.read_text(encoding="utf-8"))
     sys.stdout.write(markdown(data["rows"]) + "\n")
     if options.plot:
         gpu, torch = data["meta"].get("gpu", ""), data["meta"].get("torch", "")
         plot(data["rows"], options.plot, f"Time on an {gpu} (torch {torch}); shorter is better")
-    if options.times:
-        options.times.write_text(times(data), encoding="utf-8")
-    if options.pages:
-        for page, made in PAGES.items():
-            refit(Path(__file__).resolve().parent.parent / page, made(data))
+    if options.page:
+        refit(Path(__file__).resolve().parent.parent / PAGE, for_page(data))
     if options.against:
         found = regressions(data["rows"], json.loads(options.against.read_text(encoding="utf-8"))["rows"])
         sys.stdout.write("\n".join(found) + "\n" if found else "nothing got worse\n")

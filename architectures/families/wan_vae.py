@@ -299,8 +299,8 @@ NEEDS = (
 )
 
 ARCHITECTURES = (
-    WanAutoencoder(SIZES, "wan21_vae_decoder", Role.VAE_DECODER, 1500, 7000),
-    WanAutoencoder(SIZES, "wan21_vae_encoder", Role.VAE_ENCODER, 1000, 6000),
+    WanAutoencoder(SIZES, "wan21_vae_decoder", Role.VAE_DECODER, 800, 5000),
+    WanAutoencoder(SIZES, "wan21_vae_encoder", Role.VAE_ENCODER, 1000, 4300),
     WanAutoencoder(SIZES, "wan22_vae_decoder", Role.VAE_DECODER, 4000, 8000, 2 * LATENT, wan22.WanVAE),
     WanAutoencoder(SIZES, "wan22_vae_encoder", Role.VAE_ENCODER, 2000, 3300, 2 * LATENT, wan22.WanVAE),
 )
