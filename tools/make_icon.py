@@ -31,7 +31,7 @@ def banner() -> str:
     return picture(1260, 540, f"""<g transform="translate(60 70)">{NODE}</g>
 <text x="490" y="250" font-size="110" font-weight="bold" fill="#ffffff">Hybrid TRT</text>
 <text x="494" y="330" font-size="44" fill="{GREEN}">The same picture, sooner</text>
-<text x="494" y="390" font-size="34" fill="{QUIET}">SD 1.5, SDXL and ControlNets in ComfyUI</text>""")
+<text x="494" y="390" font-size="34" fill="{QUIET}">Z-Image, Flux, Qwen, Wan, SDXL in ComfyUI</text>""")
 
 
 def main() -> None:
