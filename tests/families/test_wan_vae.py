@@ -11,9 +11,13 @@ from comfy.ldm.wan import vae as wan21
 from comfy.ldm.wan import vae2_2 as wan22
 from comfy.sd import VAE
 from comfy_process import ComfyProcess
-from compiling import COMPILES
+from compiling import COMPILES, compiled
 from hybrid_trt.architectures import Role, architectures
+from hybrid_trt.architectures.blocks import in_blocks
+from hybrid_trt.architectures.families.wan_vae import KEPT, _convolved
 from hybrid_trt.architectures.shapes import Dim, Picture, RequestedSizes
+from hybrid_trt.backends.torch_inductor.compiled import lifted
+from hybrid_trt.backends.torch_inductor.opened_files import open_one
 from hybrid_trt.comfy_model.network import NativeNetwork
 from hybrid_trt.engine_library.engine import relative_error
 from hybrid_trt.sampling.engine_handle import EngineHandle
@@ -151,6 +155,22 @@ def test_a_video_in_our_chunks_is_natives(kind: str, role: Role) -> None:
     (call,) = architecture.calls(architecture.profile(RequestedSizes(64, 64, 64)), Picture(96, 80, (1,), length=13))
     words = {8: (12, 10), 16: (6, 5)}[architecture.pixels]
     assert (call["W"], call["H"], architecture.call_words(call)) == (*words, "96x80, 4 latent frames")
+
+
+@COMPILES
+def test_frames_that_a_chunk_hands_on_lie_in_memory_alone() -> None:
+    """Of one video they lie dense among a chunk's frames; a compiler takes a clone of such for nothing to do."""
+    def convolved(conv: torch.nn.Module, x: torch.Tensor, frames: torch.Tensor) -> Any:
+        return _convolved(conv, x, (frames,), x.shape[2])
+
+    (block,) = in_blocks([wan21.CausalConv3d(8, 8, 3, padding=1)], convolved)
+    frames, kept = (torch.randn(1, 8, count, 6, 5).to(memory_format=torch.channels_last_3d) for count in (4, KEPT))
+    kind = compiled(block, [frames, kept])
+    run = open_one(kind.contents)
+    with torch.inference_mode():
+        found, handed_on = run(*lifted(block).values(), frames, kept)
+    assert torch.equal(handed_on, frames[:, :, -KEPT:])
+    assert handed_on.untyped_storage().nbytes() == handed_on.nbytes, f"they hold {found.shape[2] + KEPT} frames"
 
 
 @pytest.mark.parametrize("dim", [Dim("L", up=4, plus=1), Dim("L", plus=1), Dim("H", down=2) * Dim("W", down=2)])
