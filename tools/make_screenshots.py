@@ -35,13 +35,15 @@ WORKFLOW, ADVANCED = ROOT / "workflows" / f"{NAME}.json", ROOT / "workflows" / "
 STAGE, SHOWN = (1280, 440), (960, 330)
 #: The nodes that the animation shows, side by side; all others stand below.
 ARRANGE = """() => {
-    const at = { CheckpointLoaderSimple: [0, 0], TRTAccelerate: [360, 0], KSampler: [760, 0], TRTReport: [1090, 0] };
+    const at = { CheckpointLoaderSimple: [0, 0], TRTAccelerate: [360, 0], KSampler: [760, 0], TRTReport: [1090, 0],
+                 SaveImage: [1510, 0] };
     let nets = 0, below = 0;
     for (const node of app.graph.nodes) {
         node.pos = at[node.type]
             ?? (node.type === 'ControlNetLoader' ? [0, 150 + 110 * nets++] : [500 * below++, 2000]); }
+    app.graph.nodes.find(node => node.type === 'SaveImage').setSize([290, 380]);
     [...app.graph.groups].forEach(group => app.graph.remove(group));
-    app.canvas.ds.scale = 0.8; app.canvas.ds.offset = [100, 190]; app.canvas.setDirty(true, true); }"""
+    app.canvas.ds.scale = 0.66; app.canvas.ds.offset = [120, 240]; app.canvas.setDirty(true, true); }"""
 #: The page's own furniture, in pixels: the sidebar on the left, tabs and menu at the top, zoom controls at the bottom.
 MARGINS = {"left": 72, "top": 112, "right": 12, "bottom": 60}
 #: No node statistics in the corner, and no tab but that of the open workflow.
@@ -263,9 +265,9 @@ def main(arguments: list[str] | None = None) -> None:
           comfy_page(browser, process.url) as page):
         info = process.object_info()
         shipped, advanced = (json.loads(path.read_text(encoding="utf-8")) for path in (WORKFLOW, ADVANCED))
-        workflow, advanced = with_tiny_models(shipped, info), with_tiny_models(advanced, info)
+        advanced = with_tiny_models(advanced, info)
         page.page.evaluate(QUIET)
-        for name, take in (("animation", lambda: take_animation(page, workflow)),
+        for name, take in (("animation", lambda: take_animation(page, with_trained_models(shipped, info))),
                            ("templates", lambda: take_templates(page)), ("wiring", lambda: take_wiring(page)),
                            ("first", lambda: take_first(page, with_trained_models(shipped, info))),
                            ("building", lambda: take_building(page, advanced)),
