@@ -93,7 +93,7 @@ const SENTENCES = [
     // what a build does
     ["waiting for other builds", "等待其他构建"], ["checking the engine's files", "检查引擎文件"], ["reading weights", "读取权重"], ["starting the exporter", "启动导出"], [/\bexporting\b/, "导出"], ["starting the compiler", "启动编译"],
     ["reading the graph", "读取计算图"], [/\bcompiling\b/, "编译"], ["timing the normal model", "测量普通模型"], ["running the normal model", "运行普通模型"],
-    ["comparing with the normal model", "与普通模型比较"], ["comparing {} with the normal model", "与普通模型比较（$1）"], [" for batch ", "，批量 "], [/^measuring\b/, "测量"], [/^saving\b/i, "保存"], [/^starting\b/, "正在启动"], ["waiting for the running prompt", "等待正在运行的任务"], ["waiting for memory", "等待内存"], ["finding the kinds of blocks", "查找块的种类"], [/^building with (\w+)/i, "用 $1 构建"],
+    ["comparing with the normal model", "与普通模型比较"], ["comparing {} with the normal model", "与普通模型比较（$1）"], [/^saving\b/i, "保存"], [/^starting\b/, "正在启动"], ["waiting for the running prompt", "等待正在运行的任务"], ["waiting for memory", "等待内存"], ["finding the kinds of blocks", "查找块的种类"], [/^building with (\w+)/i, "用 $1 构建"],
     [/Left as they were, because it is not clear where they lead: (.+)\./, "以下内容无法确定去向，保持原样：$1。"], ["filters of nodes", "以下节点的筛选条件："],
     // an engine in figures
     [/up to (\d+) images/g, "最多 $1 张图像"], [/\b(\d+) images?\b/g, "$1 张图像"], [/(\d+) (?:to|-) (\d+) px/g, "$1 到 $2 像素"], [/(\d+) px/g, "$1 像素"], [/(\d+) tokens/g, "$1 词元"], [/\bbatch (\d+)/g, "批量 $1"],
