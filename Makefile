@@ -19,7 +19,7 @@ ENVIRONMENT = $(PYTHON) tools/environment.py
 OTHER_VERSIONS = $(PYTHON) tools/other_versions.py
 # They use torch's internals, and ComfyUI's modules without its server.
 TORCH_TESTS = $(addprefix tests/*/test_,$(addsuffix .py,\
-	any_size attention choices compiled_files compute_dtype cuda_graphs decompositions export file_session_graphs \
+	any_size choices compiled_files compute_dtype cuda_graphs decompositions export file_session_graphs \
 	graph_memory helpers kept_weights live_torch memory_layout one_size recorded_launchers unet_blocks weights_hashes))
 
 .DEFAULT_GOAL := help

@@ -1,4 +1,4 @@
-"""Reading a task: JSON that the server has written, see ``engine_builder.child_tasks``.
+"""Reading a task: JSON that the server has written, see ``engine_builder.worker_tasks``.
 
 Each has its ``step``, ``folder``, ``precision``, ``inputs`` and ``outputs``. One that needs the network has its
 ``architecture`` and ``family_folders`` (where that may lie), ``structure`` and ``comfyui`` (where ComfyUI lies);

@@ -25,6 +25,9 @@ PAGES += [ROOT / folder / "README.md" for folder in ("benchmarks", "farm")]
 PAGES += sorted((ROOT / "docs").glob("*.md"))
 HELP = sorted((ROOT / "js" / "docs").rglob("*.md"))
 PAGES += sorted((ROOT / "js" / "docs").glob("*.md"))
+ROOMS = "|".join({"js", *(path.parent.name for path in ROOT.glob("[a-z]*/*.py"))})
+EXAMPLES = {"backends/reference.py"}
+"""A file that a reader is told to make."""
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 
 
@@ -85,10 +88,15 @@ def test_links_resolve(page: Path) -> None:
 
 def test_files_and_scripts_that_pages_name_exist() -> None:
     for page in PAGES:
-        for path in re.findall(r"`((?:tests|tools|benchmarks)/[\w/]+\.(?:py|json))`", page.read_text(encoding="utf-8")):
-            assert (ROOT / path).is_file(), f"{page.name}: {path}"
+        for path in re.findall(rf"`((?:{ROOMS})/[\w/*]+\.\w+)`", page.read_text(encoding="utf-8")):
+            assert any(ROOT.glob(path)) or path in EXAMPLES, f"{page.name}: {path}"
     named = set(re.findall(r"`(\w+\.py)`", read("benchmarks/README.md")))
     assert named <= {path.name for path in (ROOT / "benchmarks").rglob("*.py")}
+
+
+def test_the_tests_that_the_makefile_names_are_there() -> None:
+    (names,) = re.findall(r"^TORCH_TESTS = .+\n((?:\t.+\n)+)", read("Makefile"), re.M)
+    assert [name for name in re.findall(r"\w+", names) if not any(ROOT.glob(f"tests/*/test_{name}.py"))] == []
 
 
 def test_pictures_are_small_and_shown() -> None:
