@@ -18,12 +18,36 @@ from .blocks import OVERRIDE
 Called = tuple[Callable[..., torch.Tensor], Callable[..., torch.Tensor] | None]
 """A function with ComfyUI's arguments of attention, and an override that it is to be given, or None."""
 
+Gather = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+"""Takes keys and values, (batch, heads, tokens, features); returns those of all GPUs that share a call."""
+
 _called: ContextVar[Called | None] = ContextVar("hybrid_trt_called_attention", default=None)
+_gather: ContextVar[Gather | None] = ContextVar("hybrid_trt_gathered_attention", default=None)
 
 
 def called() -> Called | None:
     """Return what the operation calls here; None where attention is torch's."""
     return _called.get()
+
+
+def calls_others() -> bool:
+    """Tell whether the operation calls another function than torch's."""
+    return _called.get() not in (None, (_exact, None))
+
+
+def gathers() -> bool:
+    """Tell whether this thread computes a share of a call."""
+    return _gather.get() is not None
+
+
+@contextmanager
+def gathering(gather: Gather) -> Iterator[None]:
+    """Let attention inside have keys and values of all GPUs that share a call."""
+    token = _gather.set(gather)
+    try:
+        yield
+    finally:
+        _gather.reset(token)
 
 
 def calling_users(extras: Mapping[str, Any], users: bool) -> AbstractContextManager[None]:
@@ -80,6 +104,10 @@ def _attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, exact: bool
 ) -> torch.Tensor:
     function, override = called() or (_exact, None)
+    if (gather := _gather.get()) is not None:
+        if mask is not None:
+            raise NotImplementedError("masked attention among tokens that GPUs share")
+        k, v = gather(k, v)
     options = {} if override is None else {"transformer_options": {OVERRIDE: override}}
     if exact:
         options["low_precision_attention"] = False

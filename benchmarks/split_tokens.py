@@ -155,8 +155,9 @@ def by_threads(
 ) -> tuple[float, torch.Tensor]:
     """Return milliseconds of a step, and the tokens that it gives."""
     exchange, results = Exchange(devices, shape.kept), [None] * len(devices)
-    work = [(drawn(shape, device, dtype), *given(shape, device, dtype, len(devices), rank))
-            for rank, device in enumerate(devices)]  # fmt: skip
+    with torch.inference_mode():
+        work = [(drawn(shape, device, dtype), *given(shape, device, dtype, len(devices), rank))
+                for rank, device in enumerate(devices)]  # fmt: skip
 
     def one(rank: int) -> None:
         with torch.inference_mode():
@@ -180,8 +181,8 @@ def by_threads(
 
 
 def alone(shape: Shape, device: torch.device, dtype: torch.dtype, code: tuple) -> tuple[float, torch.Tensor]:
-    layers, (x, turns) = drawn(shape, device, dtype), given(shape, device, dtype, 1, 0)
     with torch.inference_mode():
+        layers, (x, turns) = drawn(shape, device, dtype), given(shape, device, dtype, 1, 0)
         taken = timed(lambda: step(code, layers, x, turns, shape.heads, lambda own: own), device)
         return taken, step(code, layers, x, turns, shape.heads, lambda own: own).float().cpu()
 
@@ -207,6 +208,7 @@ def by_processes(rank: int, name: str, out: str) -> None:
 
 
 def compiled() -> tuple[Callable, Callable]:
+    torch._dynamo.config.recompile_limit = 64  # each device, size and case has code of its own
     return torch.compile(before, dynamic=False), torch.compile(behind, dynamic=False)
 
 

@@ -19,6 +19,7 @@ from ..architectures.model_patches import AbsorbedPatch, WithCompanion, companio
 from ..engine_library.fallback import Fallback, Reason, Unavailable
 from .attention import choice_for, part_replaced, preference_class, unknown_preference
 from .changed_layers import LayerWatch, answers_about, structure_of
+from .comfyui_internals import Feature, works
 from .hash_cache import hashes_without_patches
 from .structure_hash import structure_hash
 from .weight_formats import forget_casts, layers_for_live_weights, unreadable_weights
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
     from comfy.sd import VAE
 
 UNET_PREFIX = "diffusion_model."
+COPIES = "multigpu"
+"""Key in a patcher of ComfyUI's copies of its model on other GPUs."""
 _CAST = "manual_cast_dtype"
 """Attribute of the compute dtype: on a patcher the dtype that it requests, on a model its own."""
 _UNPATCHED = object()
@@ -55,6 +58,7 @@ class NativeNetwork:
         companion: the network of a model patch that its engine computes too, or None. ``module`` is both then.
         absorbs: the kind of that patch.
         keeps_tokens: whether its engine computes ``KeptTokens`` too, which is a patch without a network.
+        shares_tokens: whether several GPUs may share the tokens of a call, see ``architectures.shared_tokens``.
     """
 
     patcher: ModelPatcher
@@ -66,11 +70,14 @@ class NativeNetwork:
     companion: NativeNetwork | None = None
     absorbs: AbsorbedPatch | None = None
     keeps_tokens: bool = False
+    shares_tokens: bool = False
 
     @classmethod
     def of_model(cls, model: ModelPatcher, label: str) -> NativeNetwork:
         """Return the UNet of a MODEL, with the companion of its model patch where engines compute that too."""
-        base = cls(model, model.model.diffusion_model, UNET_PREFIX, _compute_dtype(model), label, Role.BACKBONE)
+        module = model.model.diffusion_model
+        shares = _on_several_gpus(model) and getattr(architecture_of(module, Role.BACKBONE), "shared", None) is not None
+        base = cls(model, module, UNET_PREFIX, _compute_dtype(model), label, Role.BACKBONE, shares_tokens=shares)
         found = base._absorbed(model.model_options.get("transformer_options", {}).get("patches", {}))
         if found is None:
             return base
@@ -118,16 +125,21 @@ class NativeNetwork:
         return layers_for_live_weights(self.module) or getattr(architecture_of(self.module, self.role), "only_live", "")
 
     @property
-    def own_attention(self) -> bool:
+    def chose_attention(self) -> bool:
         """Tell whether a user chose attention for it that blocks of an engine call; see ``attention.choice_for``."""
         base = self.parts[0]
         return choice_for(base.module, base.patcher, base.prefix) is not None
 
     @property
+    def calls_attention(self) -> bool:
+        """Tell whether blocks of its engine call attention as an operation: a user's, or one of several GPUs."""
+        return self.shares_tokens or self.chose_attention
+
+    @property
     def live_layout(self) -> str:
         """Return what stands for its weights in the identity of engines that take live weights."""
         layout = structure_hash(self.module, live=True)
-        calls = self.own_attention and serves_every_size(self.architecture())
+        calls = self.calls_attention and serves_every_size(self.architecture())
         return f"{layout}-attention" if calls else layout
 
     def undo_foreign_patches(self) -> None:
@@ -321,6 +333,11 @@ def replaced_part(patcher: ModelPatcher, prefix: str) -> str | None:
         return None
     by_config = hasattr(parts[name], "with_config")  # later versions of ComfyUI take such settings from LoRAs
     return f"a LoRA's 'config' changes {name}" if by_config else f"another node replaced {name}"
+
+
+def _on_several_gpus(model: ModelPatcher) -> bool:
+    """Tell whether ComfyUI has copies of a model on other GPUs."""
+    return works(Feature.SEVERAL_GPUS) and bool(model.get_additional_models_with_key(COPIES))
 
 
 def _compute_dtype(model: ModelPatcher) -> torch.dtype:

@@ -336,7 +336,7 @@ class _Build:
         device = self.order.target_device
         task = {**task, "step": "compile", "device": device.type, "gpu": device.index or 0,
                 "known": self._known(Path(task["folder"])),
-                "calls_attention": self.order.network.own_attention}  # fmt: skip
+                "calls_attention": self.order.network.calls_attention}  # fmt: skip
         return self._do({**task, **backend_task(self.order.backend)}, 0.1, 0.9, only_gpu(device))
 
     def _known(self, folder: Path) -> list[str]:

@@ -204,6 +204,11 @@ class CallStats:
             self.beside += beside
             self._list(ON_ENGINE)
 
+    def add_remark(self, sentence: str) -> None:
+        """Add a sentence, without its full stop, to what the report remarks on the picture; once."""
+        if sentence not in self.remark:
+            self.remark = ". ".join(filter(None, (self.remark, sentence)))
+
     def _list(self, call: int) -> None:
         if len(self.calls) < MOST_CALLS:
             self.calls.append(call)

@@ -6,13 +6,13 @@ import contextlib
 import logging
 import math
 import threading
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ..architectures import Role
-from ..architectures.calls import Binding, EngineCall, OtherKind, Unsupported
+from ..architectures.calls import AsyncInputs, Binding, EngineCall, OtherKind, Unsupported
 from ..backends.lookup import EngineChoice, Found, look_up, open_session
 from ..comfy_model.attention import remark
 from ..comfy_model.network import NativeNetwork, replaced_part
@@ -28,10 +28,16 @@ from .native_network import NetworkWatch
 from .run_context import executing
 
 if TYPE_CHECKING:
+    import torch
     from comfy.model_patcher import ModelPatcher
     from comfy_execution.utils import ExecutionContext
 
 log = logging.getLogger(__name__)
+
+Run = Callable[
+    [Mapping[str, "torch.Tensor"], Mapping[str, Hashable] | None, AsyncInputs | None], dict[str, "torch.Tensor"]
+]
+"""See ``Session.run``."""
 
 _one_at_a_time = threading.RLock()
 """Held while a call is given to an engine: ComfyUI calls from several threads where it shares a step among GPUs. Some
@@ -243,6 +249,7 @@ class EngineHandle(NotCopied):
         call: Callable[[], EngineCall],
         patcher: ModelPatcher | None = None,
         stats: CallStats | None = None,
+        run: Run | None = None,
     ) -> tuple[bool, Any]:
         """Run a call on the engine: (True, its result), or count it as native: (False, None).
 
@@ -251,6 +258,7 @@ class EngineHandle(NotCopied):
             call: makes the engine's call; used only when an engine is there.
             patcher: the patcher that ComfyUI samples with. One execution of a node may sample several.
             stats: the result of ``begin_run`` for a caller whose refusal depends on the engine.
+            run: runs the engine's call; by default its session does.
         """
         stats = stats or self.begin_run(patcher)
         fallback = refusal or self.why_native_now()
@@ -262,7 +270,7 @@ class EngineHandle(NotCopied):
                         stats.count_opening()
                     bound = call()  # first: other models that it runs may take the session's memory
                     session.sync_from(self.network, patcher or self.network.patcher)
-                    result = bound.finish(session.run(bound.inputs, bound.extras, bound.late))
+                    result = bound.finish((run or session.run)(bound.inputs, bound.extras, bound.late))
             except (Unsupported, Unavailable) as error:
                 fallback = _as_fallback(error)
                 if fallback.reason.ends_run and not fallback.this_call_only:

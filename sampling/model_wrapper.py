@@ -25,7 +25,7 @@ from ..engine_library import Fallback, Reason
 from . import NotCopied
 from .call_stats import open_stats, timed
 from .control_stack import LateControl, bound_unread, run_stacks_at_once
-from .engine_handle import EngineHandle
+from .engine_handle import EngineHandle, Run
 from .nan_guard import redo_unless_finite, watch
 from .native_network import by_name, run_native, with_residuals_copied
 from .native_weights import NativeWeights
@@ -83,6 +83,7 @@ def patch_model(model: ModelPatcher, handle: EngineHandle, refusal: Fallback | N
         wrappers[WrappersMP.PREPARE_SAMPLING] = [part.prepare for part in takes_part]
         callbacks[CallbacksMP.ON_CLEANUP] = [part.end_run for part in takes_part]
     if works(Feature.SEVERAL_GPUS):
+        wrappers.setdefault(WrappersMP.CALC_COND_BATCH, []).append(router.shared.step)
         callbacks[CallbacksMP.ON_MATCH_MULTIGPU_CLONES] = [router.match_copy]
         forget_dead_models()
     for place, ours in wrappers.items():
@@ -202,7 +203,7 @@ class BackboneRouter(NotCopied):
         with outside_recording():
             stats = handle.begin_run(patcher)
             refusal = self._refusal or self._why_native(patcher, given.get("transformer_options") or {})
-            served, result = handle.serve(refusal, lambda: self._bound(given), patcher, stats)
+            served, result = handle.serve(refusal, lambda: self._bound(given), patcher, stats, self._on_all_gpus())
             if served:
                 watch(result)
                 return result
@@ -213,6 +214,15 @@ class BackboneRouter(NotCopied):
         )
         watch(result, by_engine=False)
         return result
+
+    def _on_all_gpus(self) -> Run | None:
+        """Return what runs a call on all GPUs, where they share its tokens and have no other call; else None."""
+        copies, session = self._copies.values(), self._handle.session
+        if not (copies and self.shared.alone and session is not None and session.calls_attention):
+            return None
+        if not self._handle.network.shares_tokens:
+            return None
+        return partial(self.shared.run, self._handle, {copy._handle: copy._base.current_patcher for copy in copies})
 
     def _bound(self, given: Mapping[str, Any]) -> EngineCall:
         late = isinstance(given.get("control"), LateControl) and self._handle.session.takes_late

@@ -7,10 +7,13 @@ native as the sampling thread does.
 A model patch is ComfyUI's same object for all GPUs. But its network is on one GPU, and its attributes hold values from
 layer to layer, so that a GPU's layers would take another GPU's values. So each GPU has a patch of its own, with a
 network of its own.
+
+A step with a single call, as at cfg 1, leaves the other GPUs idle. Of some families these then share the call's tokens.
 """
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Iterator, Mapping
 from contextvars import Context, copy_context
@@ -25,10 +28,11 @@ from comfy.model_patcher import ModelPatcher
 from ..architectures import absorbed_patch
 from ..architectures.model_patches import companion_of, models_of
 from ..comfy_model.module_copy import native_copy
-from ..comfy_model.network import NativeNetwork
+from ..comfy_model.network import COPIES, NativeNetwork
 from ..comfy_model.weight_hash import look_for_edits
-from ..engine_library import Fallback, Reason
+from ..engine_library import Fallback, Reason, Unavailable
 from ..sessions.graph_memory import give_back_graph_memory
+from ..sessions.shared_call import run_shared
 from . import NotCopied
 from .controlnet import EngineControlModel, back_with_engine, chain_of
 from .engine_handle import EngineHandle
@@ -37,8 +41,10 @@ from .run_context import in_run
 if TYPE_CHECKING:
     from comfy.patcher_extension import WrapperExecutor
 
-COPIES = "multigpu"
-"""Key in a patcher of ComfyUI's copies of its model on other GPUs."""
+    from ..architectures.calls import AsyncInputs
+
+log = logging.getLogger(__name__)
+
 THREAD = "multigpu_thread_device"
 """Key of a call's GPU in its options, where ComfyUI makes several calls at once."""
 
@@ -115,11 +121,15 @@ class SharedRun(NotCopied):
     Attributes:
         context: the current run's context; None without a run, or where a single GPU samples.
         patches: the model patch of each GPU.
+        alone: whether the step has a single call, so that the other GPUs have none.
+        unshared: why the tokens of such calls are not shared among the GPUs, or None.
     """
 
     def __init__(self) -> None:
         self.context: Context | None = None
         self.patches = PatchesOnGpus()
+        self.alone = False
+        self.unshared: str | None = None
         self._controls: list[EngineControlModel] = []
         self._devices: list[torch.device] = []
 
@@ -143,10 +153,58 @@ class SharedRun(NotCopied):
         for device in self._devices:
             give_back_graph_memory(device)
         self.context, self._controls, self._devices = None, [], []
+        self.alone, self.unshared = False, None
+
+    def step(self, executor: WrapperExecutor, model: Any, conds: Any, *rest: Any) -> Any:
+        """Notice whether a step has a single call; a CALC_COND_BATCH wrapper."""
+        self.alone = sum(len(group or ()) for group in conds) == 1
+        return executor(model, conds, *rest)
+
+    def run(
+        self, handle: EngineHandle, others: Mapping[EngineHandle, ModelPatcher], given: Mapping[str, torch.Tensor],
+        extras: Mapping[str, Any] | None, late: AsyncInputs | None,
+    ) -> dict[str, torch.Tensor]:  # fmt: skip
+        """Run a call on all GPUs, which share its tokens; where that is not possible, on its own.
+
+        Args:
+            others: the handles of the other GPUs, and the patchers that ComfyUI samples with there.
+        """
+        if self.unshared is None and late is None:
+            try:
+                return _shared(handle, others, given, extras)
+            except Unavailable as error:
+                self.unshared = error.fallback.detail
+                log.warning("Hybrid TRT: one GPU computes what several could share (%s)", self.unshared)
+                handle.stats.add_remark(f"One GPU computed each step: {self.unshared}")
+        return handle.session.run(given, extras, late)
 
     def here(self) -> Context | None:
         """Return the context to make a call in, or None for the caller's own."""
         return in_run(self.context)
+
+
+def _shared(
+    handle: EngineHandle, others: Mapping[EngineHandle, ModelPatcher], given: Mapping[str, torch.Tensor],
+    extras: Mapping[str, Any] | None,
+) -> dict[str, torch.Tensor]:  # fmt: skip
+    for other, patcher in others.items():
+        if patcher is None:
+            raise Unavailable(Reason.OTHER_MODEL, "ComfyUI samples on a single GPU")
+        other.begin_run(patcher)
+        if (why := other.why_native_now()) is not None:
+            raise Unavailable.of(why)
+        if not other.session.calls_attention:
+            raise Unavailable(Reason.OTHER_KIND, "the engines of the GPUs differ")
+        other.session.sync_from(other.network, patcher)
+    network, all_of_them = handle.network, [handle, *others]
+    tensors = (specs(network.module, network.precision) for specs in
+               (network.architecture().engine_inputs, network.architecture().outputs))  # fmt: skip
+    devices = [one.network.device for one in all_of_them]
+    found = run_shared([one.session for one in all_of_them], devices, network.architecture(), *tensors, given, extras)
+    handle.stats.add_remark(f"{len(devices)} GPUs share the tokens of each step")
+    for other in others:
+        other.stats.count_engine(other.session.active.backend_name, None, True)
+    return found
 
 
 def on_several_gpus(options: Mapping) -> bool:
@@ -171,7 +229,8 @@ def on_its_gpu(handle: EngineHandle, copy: ModelPatcher) -> EngineHandle:
     patcher.set_additional_models(COPIES, [])
     PatchesOnGpus().plan(handle.network.patcher, patcher)
     network = NativeNetwork.of_model(patcher, handle.network.label)
-    found = handle.like(replace(network, keeps_tokens=handle.network.keeps_tokens))
+    its = handle.network
+    found = handle.like(replace(network, keeps_tokens=its.keeps_tokens, shares_tokens=its.shares_tokens))
     found.patcher.clone_base_uuid = handle.patcher.clone_base_uuid  # so ComfyUI makes no other clone
     return found
 

@@ -30,7 +30,7 @@ from typing import Any, Protocol
 
 import torch
 
-from ..architectures.user_attention import called
+from ..architectures.user_attention import calls_others
 from .graph_memory import free_idle_memory
 
 log = logging.getLogger(__name__)
@@ -327,5 +327,5 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
 
 def refuse_others_kernels() -> None:
     """Raise RuntimeError where a call that is to be captured has another package's attention, which may fail there."""
-    if called() is not None and torch.cuda.get_allocator_backend() == "cudaMallocAsync":
+    if calls_others() and torch.cuda.get_allocator_backend() == "cudaMallocAsync":
         raise RuntimeError("the attention that was chosen cannot be in a CUDA graph with cudaMallocAsync")

@@ -20,6 +20,7 @@ from .. import Role
 from ..blocks import in_blocks
 from ..calls import Binding, EngineCall, ResidualLayout, Unsupported, refuse_all_but
 from ..shapes import Sizes, TensorSpec
+from ..shared_tokens import SharedTokens
 from ..sizes import BATCH, IMAGE, PROMPT, ImageTokenSizes
 from ..token_layers import (
     MOST_KEPT,
@@ -51,6 +52,7 @@ class FluxArchitecture(ImageTokenSizes):
 
     role = Role.BACKBONE
     arguments = ("x", "timestep", "context", "y", "guidance", "ref_latents", "control", "transformer_options")
+    shared = SharedTokens("N", "front")
 
     def matches(self, module: torch.nn.Module) -> bool:
         return (

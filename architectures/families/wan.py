@@ -25,6 +25,7 @@ from ..blocks import in_blocks
 from ..calls import Binding, EngineCall, Unsupported, prompt_of, refuse_all_but
 from ..quantised_linear import linear_behind
 from ..shapes import Dim, Sizes, TensorSpec
+from ..shared_tokens import SharedTokens
 from ..sizes import BATCH, FRAMES, PATCH, PROMPT, VIDEO, VideoSizes
 from ..token_layers import (
     MOST_KEPT,
@@ -59,6 +60,7 @@ class Wan(VideoSizes):
 
     role = Role.BACKBONE
     arguments = ("x", "timestep", "context", "clip_fea", "time_dim_concat", "transformer_options")
+    shared = SharedTokens("R")
 
     def matches(self, module: torch.nn.Module) -> bool:
         return (

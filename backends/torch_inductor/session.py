@@ -14,7 +14,7 @@ import torch
 
 from ...architectures.calls import ANY_SIZE, EVERY_SIZE, AsyncInputs, UncoveredCall, is_compiled, serves_every_size
 from ...architectures.shapes import Profile
-from ...architectures.user_attention import called, calling_users
+from ...architectures.user_attention import called, calling_exact, calling_users, gathers
 from ...comfy_model.changed_layers import structure_of
 from ...comfy_model.module_copy import ReplacedForward
 from ...comfy_model.network import NativeNetwork
@@ -78,7 +78,8 @@ class LiveSession:
         weakref.finalize(network.module, _close, weakref.ref(self)).atexit = False  # being collected is too late
         self._sampled_with = weakref.ref(network.patcher)
         self._specs = {spec.name: spec for spec in self._live.inputs}
-        self.calls_attention = bool(self._live.blocks) and network.own_attention
+        self.calls_attention = bool(self._live.blocks) and network.calls_attention
+        self._exact = self.calls_attention and not network.chose_attention
         steady = [spec.name for spec in self._live.inputs if spec.steady]
         self.graphs = GraphCache(self.device, capture=recorder, steady=[*steady, *self._live.passes.steady])
         self._zeros = Zeros(self.device, partial(strides_laid_out, device=self.device))
@@ -239,11 +240,13 @@ class LiveSession:
         self, given: Mapping[str, torch.Tensor], extras: Mapping[str, Hashable] | None = None,
         late: AsyncInputs | None = None,
     ) -> dict[str, torch.Tensor]:  # fmt: skip
-        with calling_users(extras or {}, self.calls_attention):
+        with calling_exact() if self._exact else calling_users(extras or {}, self.calls_attention):
             return self._with_memory(lambda: self._call(given, extras or {}, late))
 
     def _with_memory(self, start: Callable[[], Result]) -> Result:
         """Return ``start()``; where memory lacks, once more when all is closed and ComfyUI has freed its share."""
+        if gathers():  # other GPUs wait
+            return self._explained(start)
         return tried_again(lambda: self._explained(start), self.device, self._with_less, self.unload)
 
     def _explained(self, start: Callable[[], Result]) -> Result:
@@ -285,7 +288,7 @@ class LiveSession:
         except (Unavailable, torch.OutOfMemoryError):
             raise
         except Exception as error:
-            if not self._served or is_out_of_memory(error):
+            if not self._served or is_out_of_memory(error) or gathers():
                 raise
             self._refuse(error)
             self._follow()
@@ -305,7 +308,7 @@ class LiveSession:
     def _computed(
         self, given: Mapping[str, torch.Tensor], plan: Plan, late: AsyncInputs | None
     ) -> dict[str, torch.Tensor]:
-        if not self._architecture.per_step:
+        if not self._architecture.per_step or gathers():
             return self._live.run(self._prepared(given, plan.symbols), plan.compiled)
         return self.graphs.run(
             lambda tensors: self._live.run(tensors, plan.compiled),
@@ -375,7 +378,7 @@ def live_session(network: NativeNetwork, backend: Compiler, precision: str) -> L
         Unavailable: another node replaced a part of the module.
     """
     key = (id(network.module), network.architecture().name, network.role, precision, network.device,
-           network.live_layout)  # fmt: skip
+           network.live_layout, network.chose_attention)  # fmt: skip
     try:  # ids come again
         return shared(key, lambda found: found.runs(network.module), lambda: LiveSession(network, backend, precision))
     except ReplacedForward as error:

@@ -1,0 +1,84 @@
+"""Tokens of a call that several GPUs share: each computes some of the picture's, and all of the prompt's.
+
+A transformer computes each token by itself, but for attention. There a GPU needs keys and values of the other GPUs'
+tokens, see ``user_attention.gathering``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from .shapes import Dim, TensorSpec
+
+
+@dataclass(frozen=True)
+class SharedTokens:
+    """What a family says of its tokens.
+
+    Attributes:
+        symbol: the size that is divided: image tokens, or rows or frames of tokens.
+        prompt: where attention has the prompt's tokens, beside those of the picture: ``front``, ``back``, or nowhere.
+    """
+
+    symbol: str
+    prompt: str = ""
+
+
+def shares(size: int, count: int) -> list[tuple[int, int]]:
+    """Return the beginning and size of each share, nearly equal."""
+    ends = [size * number // count for number in range(count + 1)]
+    return [(begin, end - begin) for begin, end in zip(ends, ends[1:], strict=False)]
+
+
+def taken(
+    specs: Sequence[TensorSpec], given: Mapping[str, torch.Tensor], sizes: Mapping[str, int], symbol: str, begin: int,
+    size: int,
+) -> dict[str, torch.Tensor]:  # fmt: skip
+    """Return one share of a call's tensors.
+
+    Args:
+        sizes: of the whole call.
+    """
+    found = dict(given)
+    for spec, axis, factors, at in _divided(specs, symbol):
+        if (whole := found.get(spec.name)) is not None:
+            parts = whole.unflatten(axis, [factor.size(sizes) for factor in factors])
+            found[spec.name] = parts.narrow(axis + at, begin, size).flatten(axis, axis + len(factors) - 1)
+    return found
+
+
+def put_together(
+    specs: Sequence[TensorSpec], parts: Sequence[Mapping[str, torch.Tensor]], sizes: Sequence[Mapping[str, int]],
+    symbol: str,
+) -> dict[str, torch.Tensor]:  # fmt: skip
+    """Return the results of a call from those of all shares, on the device of the first; the inverse of ``taken``.
+
+    Args:
+        sizes: of each share.
+    """
+    found = dict(parts[0])
+    for spec, axis, factors, at in _divided(specs, symbol):
+        own = [
+            part[spec.name].to(found[spec.name].device).unflatten(axis, [factor.size(each) for factor in factors])
+            for part, each in zip(parts, sizes, strict=True)
+        ]
+        found[spec.name] = torch.cat(own, axis + at).flatten(axis, axis + len(factors) - 1)
+    return found
+
+
+def _divided(specs: Sequence[TensorSpec], symbol: str) -> Iterator[tuple[TensorSpec, int, list[Dim], int]]:
+    """Yield the dimensions that are divided: the tensor, the axis, its factors, and which of them it is."""
+    for spec in specs:
+        for axis, dim in enumerate(spec.dims):
+            if isinstance(dim, Dim) and symbol in dim.symbols:
+                factors = list(_factors(dim))
+                yield spec, axis, factors, [factor.symbol for factor in factors].index(symbol)
+
+
+def _factors(dim: Dim) -> Iterator[Dim]:
+    yield Dim(dim.symbol, dim.up, dim.down, None, dim.plus)
+    if dim.times is not None:
+        yield from _factors(dim.times)

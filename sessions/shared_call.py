@@ -1,0 +1,154 @@
+"""A call whose tokens several GPUs share: a session on each computes its tokens, in a thread of its own.
+
+In each attention over the picture's tokens the threads meet, and each copies keys and values from the other GPUs'
+memory, beside what these compute. So all GPUs have to make the same calls of attention.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Hashable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+from contextvars import copy_context
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ..architectures import Architecture
+from ..architectures.shapes import ShapeMismatch, TensorSpec, bind
+from ..architectures.shared_tokens import put_together, shares, taken
+from ..architectures.user_attention import Gather, gathering
+from ..comfy_model.torch_kernels import best_attention
+from ..engine_library import Reason, Unavailable
+
+if TYPE_CHECKING:
+    from .session import Session
+
+PATIENCE = 120
+"""Seconds for which a GPU waits for the others."""
+
+
+class Exchange:
+    """Keys and values of the picture's tokens, from each GPU to all others.
+
+    Each GPU has two places by turns. It comes back to the first when all have met at the second, so all have begun to
+    copy from it.
+    """
+
+    def __init__(self, devices: Sequence[torch.device], own: Sequence[int], prompt: int, at: str):
+        """
+        Args:
+            own: the picture's tokens of each GPU.
+            prompt: the prompt's tokens, which attention has at the ``front`` or ``back`` of each GPU's.
+        """
+        self._devices, self._own, self._prompt, self._at = devices, own, prompt, at
+        self._meet = threading.Barrier(len(devices), timeout=PATIENCE)
+        self._given: list[list[Any]] = [[None] * len(devices) for _ in range(2)]
+        cuda = devices[0].type == "cuda"
+        self._streams = [[torch.cuda.Stream(device) if cuda else None for device in devices] for _ in devices]
+
+    def abort(self) -> None:
+        """End the others' wait: a GPU has failed."""
+        self._meet.abort()
+
+    def gather(self, rank: int) -> Gather:
+        """Return what gives a GPU the keys and values of all."""
+        turn = 0
+
+        def gathered(k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            nonlocal turn
+            beside = k.shape[2] - self._own[rank]
+            if beside not in ({0, self._prompt} if self._at else {0}):
+                return k, v  # attention to the prompt
+            turn = 1 - turn
+            start = beside if self._at == "front" else 0
+            parts = [t.narrow(2, start, self._own[rank]) for t in (k, v)]
+            self._given[turn][rank] = parts, _now(self._devices[rank])
+            self._meet.wait()
+            found = [parts if other == rank else self._copied(*self._given[turn][other], rank, other)
+                     for other in range(len(self._devices))]  # fmt: skip
+            return tuple(self._joined(t, beside, [part[i] for part in found]) for i, t in enumerate((k, v)))
+
+        return gathered
+
+    def _joined(self, own: torch.Tensor, beside: int, parts: list[torch.Tensor]) -> torch.Tensor:
+        if beside:
+            place = (0, own.narrow(2, 0, beside)) if self._at == "front" else (
+                len(parts), own.narrow(2, own.shape[2] - beside, beside))  # fmt: skip
+            parts.insert(*place)
+        return torch.cat(parts, 2)
+
+    def _copied(
+        self, parts: Sequence[torch.Tensor], ready: torch.cuda.Event | None, rank: int, other: int
+    ) -> list[torch.Tensor]:
+        """Copy from another GPU, on a stream of that GPU's which nothing else uses."""
+        stream = self._streams[rank][other]
+        if stream is None:
+            return [part.clone() for part in parts]
+        with torch.cuda.stream(stream):
+            stream.wait_event(ready)
+            found = [part.contiguous().to(self._devices[rank], non_blocking=True) for part in parts]
+        for part in parts:
+            part.record_stream(stream)
+        return found
+
+
+def _now(device: torch.device) -> torch.cuda.Event | None:
+    """Return an event at the end of what a GPU has to do so far."""
+    return torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
+
+
+def run_shared(
+    sessions: Sequence[Session], devices: Sequence[torch.device], architecture: Architecture,
+    inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec], given: Mapping[str, torch.Tensor],
+    extras: Mapping[str, Hashable] | None,
+) -> dict[str, torch.Tensor]:  # fmt: skip
+    """Compute a call by several sessions, a share of its tokens each; see ``Session.run``.
+
+    Raises:
+        Unavailable: the call cannot be shared, or a GPU failed. The others have stopped then.
+    """
+    shared = architecture.shared
+    try:
+        whole = bind(inputs, {name: tuple(tensor.shape) for name, tensor in given.items()})
+    except ShapeMismatch as error:
+        raise Unavailable(Reason.UNSUPPORTED_INPUT, str(error)) from None
+    each = [{**whole, shared.symbol: size} for _, size in shares(whole[shared.symbol], len(sessions))]
+    own = [_tokens(outputs, sizes) for sizes in each]
+    prompt = whole.get(architecture.prompt, 0)
+    others = {size for symbol, size in whole.items() if symbol not in (shared.symbol, architecture.batch)}
+    if any(count in others or not count for count in own) or others & {count + prompt for count in own}:
+        raise Unavailable(Reason.UNSUPPORTED_INPUT, "its tokens are too few to be shared")
+    exchange = Exchange(devices, own, prompt, shared.prompt)
+    inference = torch.is_inference_mode_enabled()
+
+    def compute(rank: int, begin: int, size: int) -> dict[str, torch.Tensor]:
+        device = devices[rank]
+        here = torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+        with here, torch.inference_mode(inference), torch.no_grad(), gathering(exchange.gather(rank)):
+            try:
+                return sessions[rank].run(taken(inputs, given, whole, shared.symbol, begin, size), extras)
+            except BaseException:
+                exchange.abort()
+                raise
+
+    parts = list(enumerate(shares(whole[shared.symbol], len(sessions))))
+    # torch's choice of a kernel is for the whole process: threads inside find what they want, and put it back
+    with best_attention(devices[0]), ThreadPoolExecutor(len(sessions) - 1) as threads:
+        begun = [threads.submit(copy_context().run, compute, rank, *part) for rank, part in parts[1:]]
+        results: list[Any] = []
+        for result in (lambda: compute(0, *parts[0][1]), *(one.result for one in begun)):
+            try:
+                results.append(result())
+            except Exception as error:
+                results.append(error)
+    failed = [error for error in results if isinstance(error, Exception)]
+    if failed:
+        raise next((e for e in failed if not isinstance(e.__cause__, threading.BrokenBarrierError)), failed[0])
+    return put_together(outputs, results, each, shared.symbol)
+
+
+def _tokens(outputs: Sequence[TensorSpec], sizes: Mapping[str, int]) -> int:
+    """Return the picture's tokens in a call: those of the result, (batch, tokens, features)."""
+    return outputs[0].dims[1].size(sizes)

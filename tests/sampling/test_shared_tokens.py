@@ -1,0 +1,171 @@
+"""A step with a single call on several GPUs: they share its tokens, and the picture is native's.
+
+The further GPUs are doubles, the CPU under other names. Nothing of this ran on two real GPUs yet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import comfy.multigpu
+import comfy.sample
+import pytest
+import token_networks
+import torch
+from comfy import model_management
+from comfy.model_patcher import ModelPatcher
+from comfy.patcher_extension import WrappersMP
+from compiling import COMPILES
+from hybrid_trt.architectures.shapes import Dim, TensorSpec
+from hybrid_trt.architectures.shared_tokens import put_together, shares, taken
+from hybrid_trt.backends import backends
+from hybrid_trt.backends.torch_inductor.session import LiveSession
+from hybrid_trt.comfy_model.network import NativeNetwork
+from hybrid_trt.engine_builder.build import build_engine
+from hybrid_trt.engine_builder.order import BuildOrder
+from hybrid_trt.engine_library import Library
+from hybrid_trt.engine_library.engine import relative_error
+from hybrid_trt.sampling.model_wrapper import KEY
+from hybrid_trt.sessions.shared_call import Exchange
+from patched import sampling_node
+from token_calls import Patched, profile_of
+
+LIMIT, STEPS = 1e-5, 3
+FILES = {"flux": ("tiny_flux1_unet", 64, (16, 16, 12)), "wan": ("tiny_wan", 4096, (16, 5, 8, 6))}
+"""File, features of a prompt's token, sizes of the latent."""
+
+
+@pytest.fixture(params=[2, 4])
+def devices(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
+    found = [torch.device("cpu"), *(torch.device("cpu", number) for number in range(1, request.param))]
+    monkeypatch.setattr(model_management, "get_all_torch_devices",
+                        lambda exclude_current=False: found[int(exclude_current):])  # fmt: skip
+    return request.param
+
+
+two = pytest.mark.parametrize("devices", [2], indirect=True)
+
+
+def sample(model: ModelPatcher, kind: str, cfg: float = 1.0) -> torch.Tensor:
+    _, width, latent = FILES[kind]
+    generator = torch.Generator().manual_seed(7)
+    positive, negative = ([[torch.randn(1, words, width, generator=generator),
+                            {"pooled_output": torch.randn(1, 768, generator=generator)}]] for words in (9, 30))
+    noise = torch.randn(1, *latent, generator=generator)
+    with sampling_node(), torch.inference_mode():
+        return comfy.sample.sample(model, noise, STEPS, cfg, "euler", "simple", positive, negative,
+                                   torch.zeros_like(noise), seed=7, disable_pbar=True)  # fmt: skip
+
+
+@contextmanager
+def shared(path: Path, devices: int, folder: Path, build: bool = False) -> Iterator[Patched]:
+    """A model behind *MultiGPU CFG Split* and its engine."""
+    model = comfy.multigpu.create_multigpu_deepclones(token_networks.load(str(path)), devices)
+    network = NativeNetwork.of_model(model, "a transformer")
+    if build:
+        order = BuildOrder(network, "float32", profile_of(network), backends()["torch"])
+        build_engine(order, Library([folder]), lambda *_: None)
+    engine = Patched(network, folder, "torch")
+    try:
+        yield engine
+    finally:
+        engine.model.set_additional_models("multigpu", [])
+
+
+def tokens_of_calls(monkeypatch: pytest.MonkeyPatch, name: str) -> list[int]:
+    """List the tokens of each call of a session from now on."""
+    found, run = [], LiveSession.run
+
+    def listed(self: LiveSession, given: dict[str, torch.Tensor], *rest: Any) -> dict[str, torch.Tensor]:
+        found.append(given[name].shape[1])
+        return run(self, given, *rest)
+
+    monkeypatch.setattr(LiveSession, "run", listed)
+    return found
+
+
+@pytest.mark.parametrize("kind", FILES)
+def test_gpus_share_the_tokens_of_a_single_call_and_the_picture_is_natives(
+    kind: str, devices: int, models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = models[FILES[kind][0]]
+    expected = sample(token_networks.load(str(path)), kind)
+    name, tokens = {"flux": ("image", 8 * 6), "wan": ("video", 5 * 4 * 3)}[kind]
+    calls = tokens_of_calls(monkeypatch, name)
+    with shared(path, devices, tmp_path) as engine:
+        for _ in range(2):
+            calls.clear()
+            assert relative_error(sample(engine.model, kind), expected) <= LIMIT
+            assert calls == [tokens // devices] * devices * STEPS
+            assert f"{devices} GPUs share the tokens of each step" in engine.handle.stats.remark
+            (router,) = engine.model.get_wrappers(WrappersMP.DIFFUSION_MODEL, KEY)
+            stats = [engine.handle.stats, *(copy._handle.stats for copy in router._copies.values())]
+            assert [(one.engine, one.native) for one in stats] == [(STEPS, 0)] * devices
+
+
+@COMPILES
+@two
+@pytest.mark.parametrize("kind", FILES)
+def test_compiled_blocks_share_tokens_too(kind: str, devices: int, models: dict[str, Path], tmp_path: Path) -> None:
+    path = models[FILES[kind][0]]
+    expected = sample(token_networks.load(str(path)), kind)
+    with shared(path, devices, tmp_path, build=True) as engine:
+        assert relative_error(sample(engine.model, kind), expected) <= LIMIT
+        assert engine.handle.session.serving
+        assert "2 GPUs share" in engine.handle.stats.remark
+
+
+@two
+def test_with_cfg_each_gpu_has_a_whole_call(
+    devices: int, models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = sample(token_networks.load(str(models["tiny_flux1_unet"])), "flux", cfg=3.0)
+    calls = tokens_of_calls(monkeypatch, "image")
+    with shared(models["tiny_flux1_unet"], devices, tmp_path) as engine:
+        assert relative_error(sample(engine.model, "flux", cfg=3.0), expected) <= LIMIT
+    assert calls == [48] * 2 * STEPS
+
+
+@two
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_gpu_that_fails_leaves_the_run_to_one_gpu(
+    failing: int, devices: int, models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = sample(token_networks.load(str(models["tiny_flux1_unet"])), "flux")
+    with shared(models["tiny_flux1_unet"], devices, tmp_path) as engine:
+        gather, broken = Exchange.gather, []
+
+        def fails(self: Exchange, rank: int) -> Any:
+            def run(*given: torch.Tensor) -> Any:
+                if rank == failing and not broken:
+                    broken.append(rank)
+                    raise RuntimeError("this GPU is gone")
+                return own(*given)
+
+            own = gather(self, rank)
+            return run
+
+        monkeypatch.setattr(Exchange, "gather", fails)
+        assert relative_error(sample(engine.model, "flux"), expected) <= LIMIT
+        stats = engine.handle.stats
+        assert (stats.engine, stats.native, broken) == (STEPS, 0, [failing])
+        assert "One GPU computed each step: RuntimeError: this GPU is gone" in stats.remark
+        assert relative_error(sample(engine.model, "flux"), expected) <= LIMIT
+        assert "2 GPUs share" in engine.handle.stats.remark, "the next run tries again"
+
+
+def test_shares_of_tensors_are_put_together_as_they_were() -> None:
+    rows = Dim("F") * Dim("R") * Dim("C")
+    specs = [TensorSpec("tokens", "float32", (Dim("B"), rows, 4)), TensorSpec("pe", "float32", (Dim("R"), Dim("C"), 2)),
+             TensorSpec("prompt", "float32", (Dim("B"), Dim("T"), 4))]  # fmt: skip
+    sizes = {"B": 2, "F": 3, "R": 5, "C": 2, "T": 7}
+    given = {spec.name: torch.randn(spec.shape(sizes)) for spec in specs}
+    parts = [taken(specs, given, sizes, "R", *one) for one in shares(5, 3)]
+    assert [part["pe"].shape[0] for part in parts] == [1, 2, 2]
+    assert torch.equal(parts[1]["tokens"], given["tokens"].unflatten(1, (3, 5, 2))[:, :, 1:3].flatten(1, 3))
+    each = [{**sizes, "R": size} for _, size in shares(5, 3)]
+    found = put_together(specs, parts, each, "R")
+    assert all(torch.equal(found[name], given[name]) for name in given)
