@@ -62,8 +62,9 @@ class Architecture(Protocol):
 
     The architecture of a network with the companion of a model patch also has ``absorbs``, see ``model_patches``.
     An architecture whose calls may attend to earlier frames has ``keeping_tokens``: module -> the architecture of
-    such calls, or None. One whose tokens several GPUs may share has ``shared``. One that no file backend can run says what it has in ``only_live``. One whose files some
-    versions of ComfyUI load wrongly has ``lacking``: module, settings of the file -> why, or ``""``.
+    such calls, or None. One whose tokens several GPUs may share has ``shared``. One that no file backend can run says
+    what it has in ``only_live``. One whose files some versions of ComfyUI load wrongly has ``lacking``: module,
+    settings of the file -> why, or ``""``.
     """
 
     name: str

@@ -202,8 +202,6 @@ def _shared(
     devices = [one.network.device for one in all_of_them]
     found = run_shared([one.session for one in all_of_them], devices, network.architecture(), *tensors, given, extras)
     handle.stats.add_remark(f"{len(devices)} GPUs share the tokens of each step")
-    for other in others:
-        other.stats.count_engine(other.session.active.backend_name, None, True)
     return found
 
 

@@ -63,7 +63,8 @@ class Exchange:
                 return k, v  # attention to the prompt
             turn = 1 - turn
             start = beside if self._at == "front" else 0
-            parts = [t.narrow(2, start, self._own[rank]) for t in (k, v)]
+            # copies: compiled code writes to a buffer again as soon as this attention is computed
+            parts = [t.narrow(2, start, self._own[rank]).clone() for t in (k, v)]
             self._given[turn][rank] = parts, _now(self._devices[rank])
             self._meet.wait()
             found = [parts if other == rank else self._copied(*self._given[turn][other], rank, other)
@@ -85,10 +86,10 @@ class Exchange:
         """Copy from another GPU, on a stream of that GPU's which nothing else uses."""
         stream = self._streams[rank][other]
         if stream is None:
-            return [part.clone() for part in parts]
+            return list(parts)
         with torch.cuda.stream(stream):
             stream.wait_event(ready)
-            found = [part.contiguous().to(self._devices[rank], non_blocking=True) for part in parts]
+            found = [part.to(self._devices[rank], non_blocking=True) for part in parts]
         for part in parts:
             part.record_stream(stream)
         return found
