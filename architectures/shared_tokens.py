@@ -16,7 +16,7 @@ from .shapes import Dim, TensorSpec
 
 @dataclass(frozen=True)
 class SharedTokens:
-    """What a family says of its tokens.
+    """Division of a family's tokens.
 
     Attributes:
         symbol: the size that is divided: image tokens, or rows or frames of tokens.

@@ -60,13 +60,15 @@ def patch_model(model: ModelPatcher, handle: EngineHandle, refusal: Fallback | N
     """
     patched = model.clone()
     router = BackboneRouter(patched, handle, refusal)
-    on_device, stacks, prompts = (works(f) for f in (Feature.ON_DEVICE, Feature.STACKS, Feature.PROMPTS))
+    on_device, stacks, prompts, several = (
+        works(f) for f in (Feature.ON_DEVICE, Feature.STACKS, Feature.PROMPTS, Feature.SEVERAL_GPUS)
+    )
     wrappers: dict[str, list[Callable[..., Any]]] = {
         WrappersMP.DIFFUSION_MODEL: [router],
         WrappersMP.OUTER_SAMPLE: [as_run, router.reached.sample, redo_unless_finite],
     }
     if on_device or stacks or prompts:  # a ComfyUI without these features may not have this place
-        wrappers[WrappersMP.CALC_COND_BATCH] = [router.reached.step]
+        wrappers[WrappersMP.CALC_COND_BATCH] = [router.reached.step, *([router.shared.step] if several else [])]
     if on_device:
         wrappers[WrappersMP.CALC_COND_BATCH].append(call_on_device)
         wrappers[WrappersMP.OUTER_SAMPLE].append(sample_on_device)
@@ -78,12 +80,11 @@ def patch_model(model: ModelPatcher, handle: EngineHandle, refusal: Fallback | N
         wrappers[WrappersMP.CALC_COND_BATCH].append(partial(run_stacks_at_once, backbone=handle))
     callbacks: dict[str, list[Callable[..., Any]]] = {CallbacksMP.ON_PRE_RUN: [router.begin_run]}
     takes_part = [router.native_weights] if works(Feature.STAGING) else []
-    takes_part += [router.shared] if works(Feature.SEVERAL_GPUS) else []
+    takes_part += [router.shared] if several else []
     if takes_part:
         wrappers[WrappersMP.PREPARE_SAMPLING] = [part.prepare for part in takes_part]
         callbacks[CallbacksMP.ON_CLEANUP] = [part.end_run for part in takes_part]
-    if works(Feature.SEVERAL_GPUS):
-        wrappers.setdefault(WrappersMP.CALC_COND_BATCH, []).append(router.shared.step)
+    if several:
         callbacks[CallbacksMP.ON_MATCH_MULTIGPU_CLONES] = [router.match_copy]
         forget_dead_models()
     for place, ours in wrappers.items():

@@ -14,8 +14,9 @@ A step with a single call, as at cfg 1, leaves the other GPUs idle. Of some fami
 from __future__ import annotations
 
 import logging
+import time
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextvars import Context, copy_context
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -31,6 +32,7 @@ from ..comfy_model.module_copy import native_copy
 from ..comfy_model.network import COPIES, NativeNetwork
 from ..comfy_model.weight_hash import look_for_edits
 from ..engine_library import Fallback, Reason, Unavailable
+from ..engine_library.engine import relative_error
 from ..sessions.graph_memory import give_back_graph_memory
 from ..sessions.shared_call import run_shared
 from . import NotCopied
@@ -52,6 +54,11 @@ _copied_companions: weakref.WeakKeyDictionary[torch.nn.Module, dict[torch.device
     weakref.WeakKeyDictionary()
 )
 """A companion -> device -> the edition of its weights that was copied there, and the copy."""
+
+FURTHEST = {"float32": 1e-3}
+"""Precision -> how far a shared call may be from one GPU's, by ``relative_error``; others are rounded more."""
+FURTHEST_ROUNDED, TRIED = 5e-2, 2
+"""So far in half precision; and so many calls are computed in both ways, the last of which is timed."""
 
 SEVERAL_GPUS = Fallback(
     Reason.MODEL_PATCHED,
@@ -122,7 +129,8 @@ class SharedRun(NotCopied):
         context: the current run's context; None without a run, or where a single GPU samples.
         patches: the model patch of each GPU.
         alone: whether the step has a single call, so that the other GPUs have none.
-        unshared: why the tokens of such calls are not shared among the GPUs, or None.
+        unshared: why the tokens of such calls are not shared among the GPUs in this run, or None.
+        never: why they are not in any run, or None.
     """
 
     def __init__(self) -> None:
@@ -130,6 +138,8 @@ class SharedRun(NotCopied):
         self.patches = PatchesOnGpus()
         self.alone = False
         self.unshared: str | None = None
+        self.never: str | None = None
+        self._tried = 0
         self._controls: list[EngineControlModel] = []
         self._devices: list[torch.device] = []
 
@@ -153,7 +163,7 @@ class SharedRun(NotCopied):
         for device in self._devices:
             give_back_graph_memory(device)
         self.context, self._controls, self._devices = None, [], []
-        self.alone, self.unshared = False, None
+        self.alone, self.unshared = False, self.never
 
     def step(self, executor: WrapperExecutor, model: Any, conds: Any, *rest: Any) -> Any:
         """Notice whether a step has a single call; a CALC_COND_BATCH wrapper."""
@@ -171,12 +181,36 @@ class SharedRun(NotCopied):
         """
         if self.unshared is None and late is None:
             try:
-                return _shared(handle, others, given, extras)
+                if self._tried < TRIED:
+                    shared = self._compared(handle, others, given, extras)
+                else:
+                    shared = _shared(handle, others, given, extras)
+                handle.stats.add_remark(f"{1 + len(others)} GPUs share the tokens of each step")
+                return shared
             except Unavailable as error:
                 self.unshared = error.fallback.detail
                 log.warning("Hybrid TRT: one GPU computes what several could share (%s)", self.unshared)
-                handle.stats.add_remark(f"One GPU computed each step: {self.unshared}")
+        if self.unshared is not None:
+            handle.stats.add_remark(f"One GPU computed each step: {self.unshared}")
         return handle.session.run(given, extras, late)
+
+    def _compared(
+        self, handle: EngineHandle, others: Mapping[EngineHandle, ModelPatcher], given: Mapping[str, torch.Tensor],
+        extras: Mapping[str, Any] | None,
+    ) -> dict[str, torch.Tensor]:  # fmt: skip
+        """Run a call on all GPUs, and on one: Unavailable where the first is wrong, or was no faster at last."""
+        device, precision = handle.network.device, handle.network.precision
+        shared, took = _timed(lambda: _shared(handle, others, given, extras), device)
+        expected, alone = _timed(lambda: handle.session.run(given, extras), device)
+        self._tried += 1
+        error = max(relative_error(shared[name], expected[name]) for name in expected)
+        if not error <= FURTHEST.get(precision, FURTHEST_ROUNDED):
+            self.never = f"its result and that of several differ by {error:.1e}; please report this"
+        elif self._tried == TRIED and took >= alone and device.type == "cuda":
+            self.never = f"it takes {1e3 * alone:.0f} ms, and several {1e3 * took:.0f}"
+        if self.never is not None:
+            raise Unavailable(Reason.ENGINE_FAILED, self.never)
+        return shared
 
     def here(self) -> Context | None:
         """Return the context to make a call in, or None for the caller's own."""
@@ -200,9 +234,17 @@ def _shared(
     tensors = (specs(network.module, network.precision) for specs in
                (network.architecture().engine_inputs, network.architecture().outputs))  # fmt: skip
     devices = [one.network.device for one in all_of_them]
-    found = run_shared([one.session for one in all_of_them], devices, network.architecture(), *tensors, given, extras)
-    handle.stats.add_remark(f"{len(devices)} GPUs share the tokens of each step")
-    return found
+    return run_shared([one.session for one in all_of_them], devices, network.architecture(), *tensors, given, extras)
+
+
+def _timed(run: Callable[[], dict[str, torch.Tensor]], device: torch.device) -> tuple[dict[str, torch.Tensor], float]:
+    """Return what ``run`` gives, and the seconds until it is computed."""
+    synchronize = torch.cuda.synchronize if device.type == "cuda" else lambda _: None
+    synchronize(device)
+    began = time.perf_counter()
+    found = run()
+    synchronize(device)
+    return found, time.perf_counter() - began
 
 
 def on_several_gpus(options: Mapping) -> bool:

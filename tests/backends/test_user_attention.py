@@ -178,7 +178,7 @@ def test_kernels_of_comfyuis_flags_are_no_packs_code_and_an_operation_in_their_p
     network = network_of(models, FILE)
     started_with(monkeypatch, function)
     assert network.unchanged_architecture().name == "wan"
-    assert network.own_attention == (function is sage), "FlashAttention is exact"
+    assert network.calls_attention == (function is sage), "FlashAttention is exact"
     wrapper = "sageattn" if function is sage else "flash_attn_wrapper"
     theirs = torch.library.custom_op(f"tests::{wrapper}", _of_another_pack, mutates_args=())
     monkeypatch.setattr(attention, wrapper, theirs)

@@ -28,6 +28,7 @@ from hybrid_trt.engine_builder.build import build_engine
 from hybrid_trt.engine_builder.order import BuildOrder
 from hybrid_trt.engine_library import Library
 from hybrid_trt.engine_library.engine import relative_error
+from hybrid_trt.sampling.several_gpus import TRIED
 from hybrid_trt.sessions.shared_call import Exchange
 from patched import sampling_node
 from token_calls import Patched, profile_of
@@ -95,10 +96,11 @@ def test_gpus_share_the_tokens_of_a_single_call_and_the_picture_is_natives(
     name, tokens = {"flux": ("image", 8 * 6), "wan": ("video", 5 * 4 * 3)}[kind]
     calls = tokens_of_calls(monkeypatch, name)
     with shared(path, devices, tmp_path) as engine:
-        for _ in range(2):
+        for first in (True, False):
             calls.clear()
             assert relative_error(sample(engine.model, kind), expected) <= LIMIT
-            assert calls == [tokens // devices] * devices * STEPS
+            tried = [[tokens] * (step < TRIED) for step in range(STEPS)] if first else [[]] * STEPS
+            assert calls == [n for alone in tried for n in (*[tokens // devices] * devices, *alone)]
             assert f"{devices} GPUs share the tokens of each step" in engine.handle.stats.remark
             assert (engine.handle.stats.engine, engine.handle.stats.native) == (STEPS, 0), "a call, however shared"
 
@@ -161,6 +163,20 @@ def test_a_gpu_that_fails_leaves_the_run_to_one_gpu(
         assert "One GPU computed each step: RuntimeError: this GPU is gone" in stats.remark
         assert relative_error(sample(engine.model, "flux"), expected) <= LIMIT
         assert "2 GPUs share" in engine.handle.stats.remark, "the next run tries again"
+
+
+@two
+def test_a_wrong_result_of_several_gpus_is_found_before_it_is_used(
+    devices: int, models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = sample(token_networks.load(str(models["tiny_flux1_unet"])), "flux")
+    joined = Exchange._joined
+    monkeypatch.setattr(Exchange, "_joined", lambda *given: 1.1 * joined(*given))
+    with shared(models["tiny_flux1_unet"], devices, tmp_path) as engine:
+        for _ in range(2):
+            assert relative_error(sample(engine.model, "flux"), expected) <= LIMIT
+            assert engine.handle.stats.native == 0
+        assert "that of several differ by" in engine.handle.stats.remark
 
 
 def test_shares_of_tensors_are_put_together_as_they_were() -> None:
