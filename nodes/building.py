@@ -61,6 +61,7 @@ def build(handle: EngineHandle, when_missing: str | None, again: bool = False) -
         _left_out += bool(orders)
         return
     for order, anew in orders:
+        model_management.throw_exception_if_processing_interrupted()
         if when_missing is None:
             _submit(order, handle, anew)
         elif when_missing != BUILD_NOW:

@@ -33,6 +33,7 @@ export class Builder {
         this.alive = new Map(); // id -> label of the builds that wait or run
         this.row = { since: 0, done: 0 }; // the builds that follow each other without a pause
         this.ended = new Map(); // prompts that ended while the answer with their id was under way
+        this.sending = null; // resolves when the last order's prompt has its id, or has none
     }
 
     /** What a click on a node's button does. */
@@ -60,7 +61,7 @@ export class Builder {
     async cancelAll(views) {
         this.together = new Set();
         try {
-            for (const view of views) await this.#withdraw(view, this.together);
+            await this.#withdraw(views, this.together);
             this.toast("info", t("cancelledToast"), t("cancelledMany"));
         } catch (failure) {
             this.toast("error", t("panel"), failure.message);
@@ -96,7 +97,13 @@ export class Builder {
      * @param {any[]} views
      * @param {boolean} missingOnly build nothing again
      */
-    async build(views, missingOnly = false) {
+    build(views, missingOnly = false) {
+        const sent = this.#send(views, missingOnly);
+        this.sending = sent.catch(() => {}); // who asked for it tells its failure
+        return sent;
+    }
+
+    async #send(views, missingOnly) {
         const { api, asked } = this.tracker, { sent } = this;
         const wanted = new Map(views.map(({ node, state }) => [node, wantedUses(state)]));
         for (const view of views) {
@@ -132,21 +139,33 @@ export class Builder {
 
     /** Cancel what a node waits for: its build, or the prompt that would order it. */
     async cancel(view) {
-        await this.#withdraw(view);
+        await this.#withdraw([view]);
         await this.tracker.refresh();
     }
 
-    /** @param {Set<string>} cancelled the jobs that need no second word */
-    async #withdraw(view, cancelled = new Set()) {
-        const { api } = this.tracker, waits = usesOf(view.state).filter(({ state }) => BUSY.includes(state));
-        for (const { job } of waits) if (job && !cancelled.has(job.id)) {
-            cancelled.add(job.id);
-            await request(api, `/builds/${job.id}/cancel`, { method: "POST" });
-        }
-        if (waits.some(({ job }) => !job)) for (const prompt of this.tracker.ordersOf(view)) {
+    /**
+     * Take back what nodes wait for: first the prompts that would order builds, then the builds.
+     * @param {any[]} views
+     * @param {Set<string>} cancelled the jobs that need no second word
+     */
+    async #withdraw(views, cancelled = new Set()) {
+        const { tracker } = this, { api } = tracker;
+        await this.sending;
+        const waits = (view) => usesOf(view.state).filter(({ state }) => BUSY.includes(state));
+        const asks = views.filter((view) => waits(view).some(({ job }) => !job));
+        const prompts = new Set(asks.flatMap((view) => tracker.ordersOf(view)));
+        for (const prompt of prompts) {
             await api.fetchApi("/queue", { method: "POST", body: JSON.stringify({ delete: [prompt] }) });
             await api.fetchApi("/interrupt", { method: "POST", body: JSON.stringify({ prompt_id: prompt }) });
-            this.tracker.isOver(prompt);
+            tracker.isOver(prompt);
+        }
+        if (prompts.size) { // a prompt that ran a moment ago has ordered builds that no node shows yet
+            tracker.stale = true;
+            await tracker.settle();
+        }
+        for (const { job } of views.flatMap(waits)) if (job && !cancelled.has(job.id)) {
+            cancelled.add(job.id);
+            await request(api, `/builds/${job.id}/cancel`, { method: "POST" });
         }
     }
 

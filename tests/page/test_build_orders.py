@@ -14,7 +14,7 @@ from build_page import MARGINS, NET_1, NET_2, opened_anew, workflow
 from builds import paused, until
 from comfy_process import ComfyProcess
 from engine_page import PRESS_IN_REPORT, EnginePage
-from playwright.sync_api import expect
+from playwright.sync_api import Route, expect
 from workflow_to_prompt import to_prompt
 
 pytestmark = pytest.mark.browser
@@ -44,7 +44,7 @@ GONE = """() => {
 
 
 @contextlib.contextmanager
-def busy(comfy: ComfyProcess, made: dict[str, Any], info: dict[str, Any]) -> Iterator[None]:
+def busy(comfy: ComfyProcess, made: dict[str, Any], info: dict[str, Any]) -> Iterator[str]:
     """A prompt that samples until it is interrupted: those behind it wait."""
     prompt = to_prompt(made, info)
     sampler = next(node for node in prompt.values() if node["class_type"] == "KSampler")
@@ -52,7 +52,7 @@ def busy(comfy: ComfyProcess, made: dict[str, Any], info: dict[str, Any]) -> Ite
     long = comfy.submit(prompt)
     try:
         assert until(lambda: comfy.get("/queue")["queue_running"], 60)
-        yield
+        yield long
     finally:
         comfy.post("/queue", {"clear": True})
         comfy.interrupt(long)
@@ -85,6 +85,34 @@ def test_an_order_lasts_as_long_as_its_prompt_in_the_queue_whatever_the_page_sho
         page.wait_for(net, "asked", timeout=60)
         page.shot("asked")
         page.click(net)  # cancels what the view before it ordered
+        page.wait_for(net, "unknown", "none", timeout=60)
+        assert pending(page.comfy, 0) == []
+
+
+def test_a_press_on_cancel_counts_while_the_order_becomes_a_build(page: EnginePage) -> None:
+    """The order is sent, or its prompt runs, as the user presses; no job is known to the page yet."""
+    if page.page.vue:
+        pytest.skip("The button's code is the same in both modes.")
+    made, raw = workflow(page.info, max_size=544), page.page.page
+    net, before = opened_anew(page, made), page.comfy.get("/hybrid_trt/builds")
+
+    def became_a_build(route: Route) -> None:
+        page.comfy.interrupt(running)
+        assert until(lambda: page.comfy.get("/hybrid_trt/builds") != before, 60)
+        route.continue_()
+
+    with busy(page.comfy, made, page.info) as running:
+        page.click(net)
+        page.wait_for(net, "asked", timeout=60)
+        pending(page.comfy, 1)
+        raw.route("**/queue", became_a_build, times=1)
+        page.click(net)
+        page.wait_for(net, "unknown", "none", timeout=60)
+    assert [job["state"] for job in page.comfy.get("/hybrid_trt/builds") if job not in before] == ["cancelled"]
+
+    with busy(page.comfy, made, page.info):
+        raw.route("**/prompt", lambda route: (page.click(net), route.continue_()), times=1)
+        page.click(net)
         page.wait_for(net, "unknown", "none", timeout=60)
         assert pending(page.comfy, 0) == []
 
