@@ -103,6 +103,9 @@ class Reason(str, Enum):
     UNSUPPORTED_INPUT = "unsupported input", _Facts(
         "add the input that the message misses, or remove the one that it names, if you want the engine",
     )
+    LARGER_THAN_GPU = "larger than the free GPU memory", _Facts(
+        "free GPU memory if you want the engine: with more of it both are timed again", state="ready",
+    )
     ENGINE_FAILED = "engine failed", _Facts("see the log for the error; run again to retry the engine", ends_run=True)
 
 

@@ -18,7 +18,9 @@ MANIFEST_NAME = "manifest.json"
 RECORD_NAME = "checked_here.json"
 """This machine's signed record of the engine, see ``trust``."""
 USE_NAME = "last_used"
-_OURS = (MANIFEST_NAME, RECORD_NAME, USE_NAME)
+TIMES_NAME = "streamed_here.json"
+"""Times of calls, on the engine and native, where weights do not fit the GPU; see ``streamed_choice``."""
+_OURS = (MANIFEST_NAME, RECORD_NAME, USE_NAME, TIMES_NAME)
 MAX_BYTES = 4 << 20
 MAX_SIZE = 1 << 31
 DTYPES = ("float16", "bfloat16", "float32")

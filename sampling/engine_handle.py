@@ -21,7 +21,7 @@ from ..comfy_model.weight_patches import WeightPatches, why_reshaped
 from ..engine_library import Fallback, Library, Reason, Unavailable, inventory, measurements
 from ..sessions.session import Active, Session
 from . import NotCopied
-from .call_stats import CallStats, open_stats, range_of, timed
+from .call_stats import CallStats, CallTimes, open_stats, range_of, timed
 from .engine_patcher import ControlEnginePatcher, EnginePatcher, keep, keep_with_module
 from .nan_guard import why_again
 from .native_network import NetworkWatch
@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     import torch
     from comfy.model_patcher import ModelPatcher
     from comfy_execution.utils import ExecutionContext
+
+    from .streamed_choice import TimedRun
 
 log = logging.getLogger(__name__)
 
@@ -56,6 +58,7 @@ class EngineHandle(NotCopied):
         fallback: why native serves, or None.
         note: another sentence for the node, for example that a build is under way.
         encodes_prompts: True if a part of the network runs once per prompt; for backbones.
+        timed_run: takes the stats of the next run, whose calls are timed; None where nobody asks.
     """
 
     def __init__(
@@ -74,6 +77,7 @@ class EngineHandle(NotCopied):
         self.fallback: Fallback | None = None
         self.note = ""
         self.stats: CallStats | None = None
+        self.timed_run: TimedRun | None = None
         self._served: CallStats | None = None  # stats of the last run that its engine served
         self._context = self._looked_up_in = self  # no execution context: the first call begins a run
         self._beginning = threading.Lock()
@@ -203,6 +207,9 @@ class EngineHandle(NotCopied):
         self.plan(patcher)
         network = self.network
         self.stats = open_stats(network.role.value, network.label, self.node_id, self.node_key, network.device)
+        if self.timed_run is not None:
+            self.timed_run.stats, self.timed_run = self.stats, None
+            self.stats.times = self.stats.times or CallTimes(network.device)
         if self.session is not None:
             if self.session.follows_patches:
                 keep_with_module(network.module, network.role, self.patcher)

@@ -16,6 +16,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
+from comfy import model_management
 from comfy.model_patcher import ModelPatcher
 
 from ..engine_library import Fallback
@@ -164,11 +165,14 @@ class EnginePatcher(NotCopied, ModelPatcher):
             self._release()
         return self.model
 
-    def close_engine(self) -> None:
-        """Give the engine's memory back to native for the rest of the run."""
+    def close_engine(self, why: Fallback | None = None) -> None:
+        """Give the engine's memory back to native for the rest of the run; by default because native lacked memory."""
+        if (session := self.model.session) is not None and session.loaded:
+            session.close()
+            model_management.soft_empty_cache()  # dynamic VRAM does not take the blocks that torch keeps
         self._release()
         if (owner := self.model.owner) is not None:
-            owner.give_up(no_room("the normal model needed what it had").fallback)
+            owner.give_up(why or no_room("the normal model needed what it had").fallback)
 
     def _release(self) -> None:
         if self.model.session is not None:

@@ -6,7 +6,7 @@ import functools
 import re
 import sys
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -32,6 +32,7 @@ from .native_weights import NativeWeights
 from .run_context import as_run, tensors_of_run
 from .run_inputs import SteadyPrompts, call_on_device, sample_on_device
 from .several_gpus import COPIES, SEVERAL_GPUS, SharedRun, forget_dead_models, on_its_gpu, on_several_gpus
+from .streamed_choice import why_native
 
 if TYPE_CHECKING:
     from comfy.model_base import BaseModel
@@ -356,15 +357,22 @@ def _plan(
     weight_patches: WeightPatches,
     patcher: ModelPatcher,
     options: Mapping,
+    noise_shape: Sequence[Any] = (),
 ) -> bool:
     """Look the engine up for a run that ComfyUI plans. True if the run would not use native's weights.
 
     This is a forecast before the first call: an engine with weights of its own is expected to serve all calls.
+
+    Args:
+        noise_shape: the run's, where the faster of engine and native is to be chosen.
     """
     handle.plan(patcher)
     serves = refusal is None and handle.fallback is None
     serves = serves and handle.why_not_patched_so(patcher, weight_patches) is None
     serves = serves and _why_patched(handle, options) is None
+    if serves and noise_shape and (slower := why_native(handle, patcher, noise_shape)) is not None:
+        handle.patcher.close_engine(slower)
+        return False
     handle.patcher.model.expected = serves
     return serves and handle.session.owns_weights(patcher)
 

@@ -158,11 +158,11 @@ class NativeWeights(NotCopied):
     It refers to patchers only during a run: they refer to it, and ComfyUI counts references to free models.
     """
 
-    def __init__(self, plan: Callable[[ModelPatcher, Mapping], bool]):
+    def __init__(self, plan: Callable[[ModelPatcher, Mapping, Any], bool]):
         """
         Args:
-            plan: takes a run's patcher and transformer options; True if an engine is expected to serve its calls
-                without the native weights.
+            plan: takes a run's patcher, transformer options and shape of noise; True if an engine is expected to
+                serve its calls without the native weights.
         """
         self._plan = plan
         self._stand_in: OffloadedPatcher | None = None  # ComfyUI refers to it weakly
@@ -184,7 +184,7 @@ class NativeWeights(NotCopied):
         rest = {"model_options": model_options, "force_full_load": force_full_load, "force_offload": force_offload}
         wanted, self._wanted, self._stand_in = self._wanted, False, None
         options = model_options or {}
-        serves = self._plan(model, options.get("transformer_options", {}))
+        serves = self._plan(model, options.get("transformer_options", {}), noise_shape)
         if wanted or force_full_load or force_offload or not serves or not _may_wait(model, conds, options):
             return executor(model, noise_shape, conds, **rest)
         if not model.is_dynamic():

@@ -207,6 +207,9 @@ class FileSession:
             self.engine = engine
             self._dtypes = _dtypes(engine)
 
+    def close(self) -> None:
+        self.unload()
+
     def unload(self) -> None:
         """Give its memory back; the next call loads it again."""
         self.graphs = None

@@ -138,6 +138,10 @@ class Session(Protocol):
         """Give the memory back; the next call takes it again."""
         ...
 
+    def close(self) -> None:
+        """Give back the memory on the GPU, and main memory of weights that are streamed; the next call takes both."""
+        ...
+
     def give_back(self, size: int, planning: bool = False) -> int:
         """Give back at least so many bytes where weights can be streamed, else all; return the bytes.
 

@@ -60,6 +60,7 @@ class LiveSession:
         graphs: the CUDA graphs.
         refusal: why an engine was not opened, or None.
         uncovered: the last call, where an engine would have served it, or None.
+        pace: seconds of a call beside native's in words, where weights are streamed and both are known.
     """
 
     follows_patches = True
@@ -88,6 +89,7 @@ class LiveSession:
         self._served = False  # the last call, by the engine
         self.uncovered: UncoveredCall | None = None
         self._new_run = True
+        self.pace = ""
         self.refusal: str | None = None
         self.passed_over: Fallback | None = None
 
@@ -121,7 +123,8 @@ class LiveSession:
 
     @property
     def remark(self) -> str:
-        return self._places.words()
+        words = self._places.words()
+        return f"{words}: {self.pace}" if words and self.pace else words
 
     @property
     def parts(self) -> frozenset[LiveSession]:
@@ -232,7 +235,7 @@ class LiveSession:
         self._live.release()
 
     def close(self) -> None:
-        """Give all memory back, also what waits in main memory: the network's model is gone."""
+        """Give all memory back, also what waits in main memory."""
         self.unload()
         self._live.move_out(())
 

@@ -53,6 +53,8 @@ const SENTENCES = [
     ["put the LoRA before the engine node and build again, or set 'Engine is for' to any checkpoint and LoRA, or leave it: the normal model applies it", "把 LoRA 放在引擎节点之前并重新构建，或把“引擎适用于”设为“任意检查点和 LoRA”，或保持不变：由普通模型应用它"],
     ["remove the node that does so if you want the engine", "如需使用引擎，请移除造成此情况的节点"], ["remove the hooks from the prompt if you want the engine", "如需使用引擎，请移除提示词上的钩子"],
     ["remove the node that computes the UNet by itself (DeepCache ...) if you want the engine", "如需使用引擎，请移除自行计算 UNet 的节点（DeepCache 等）"], ["choose a ControlNet, or a prompt, for the kind of model that is sampled", "请选择适合所采样模型的 ControlNet 或提示词"],
+    ["free GPU memory if you want the engine: with more of it both are timed again", "如需使用引擎，请释放显存：显存更多时会重新计时比较"], ["nothing to do: later runs use the faster of both", "无需操作：之后的运行会使用较快的一方"],
+    ["this run times the normal model; the engine takes {} a call", "本次运行为普通模型计时；引擎每次调用用时 $1"], ["a call takes {} on the normal model, and {} on the engine", "每次调用普通模型用时 $1，引擎用时 $2"],
     ["add the input that the message misses, or remove the one that it names, if you want the engine", "如需使用引擎，请添加提示中缺少的输入，或移除提示中的输入"], ["see the log for the error; run again to retry the engine", "错误见日志；重新运行会再次尝试引擎"],
     [/put the engine node behind (\w+), whose patch engines compute/, "请把引擎节点放在 $1 之后，引擎会计算它的补丁"], ["put the engine node behind the node that chooses attention", "请把引擎节点放在选择注意力的节点之后"], [/put the engine node behind (\w+)/, "请把引擎节点放在 $1 之后"],
     ["Attention is by {}, as native computes it", "注意力由 $1 计算，与普通模型相同"],
@@ -87,7 +89,7 @@ const SENTENCES = [
     ["no engine wired in", "没有接入引擎"], [/\bno engine\b/i, "没有引擎"], ["build failed", "构建失败"], ["the build was cancelled", "构建已取消"], ["another machine builds it", "另一台机器正在构建它"], ["it took this build over, having seen no sign of life of this one for a while", "它接手了这次构建，因为一段时间没有看到本机的活动迹象"], ["outdated engine", "引擎已过期"], ["damaged engine", "引擎已损坏"], ["not checked here", "未在本机检验"], ["backend missing", "缺少后端"], ["wrong GPU", "GPU 不符"],
     ["engine of another model", "其他模型的引擎"], ["unsupported model", "不支持的模型"], ["size the engine was not built for", "引擎不含此尺寸"], ["LoRA tied to a prompt", "LoRA 绑定在提示词上"], ["weights changed", "权重被修改"], ["changed by another node", "被其他节点修改"], ["not called through TRT Sampler Patch", "未经“TRT 采样器补丁”调用"],
     [/(Fun control|LLLite) with (\d+) images at once/, "$1 同时有 $2 张图像"], [/LLLite with such an image or mask: /, "LLLite 的图像或遮罩不适用："],
-    ["it computes with layers of the model", "它使用模型自身的层进行计算"], ["nothing to do: it runs at normal speed", "无需操作：它按原速运行"], ["made for another kind of model", "用于其他类型的模型"], ["unsupported input", "不支持的输入"], ["engine failed", "引擎出错"],
+    ["it computes with layers of the model", "它使用模型自身的层进行计算"], ["nothing to do: it runs at normal speed", "无需操作：它按原速运行"], ["made for another kind of model", "用于其他类型的模型"], ["unsupported input", "不支持的输入"], ["larger than the free GPU memory", "超出空闲显存"], ["engine failed", "引擎出错"],
     ["the normal model gives values that are no numbers (NaN) too", "普通模型给出的值也不是数字（NaN）"], ["see what ComfyUI's own nodes give with this model, precision and prompt", "请查看 ComfyUI 自带节点以此模型、精度和提示词给出的结果"],
     [" is outside the engine's ", "超出引擎的 "], ["TRT UNet Engine is bypassed, muted or not connected", "“TRT UNet 引擎”被绕过、静音或未连接"],
     // what a build does
