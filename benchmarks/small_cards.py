@@ -117,12 +117,16 @@ def taken(bench: Bench, way: str, comfy: ComfyProcess, other: subprocess.Popen[s
 
 
 def run(bench: Bench, way: str, free_gb: float, other: subprocess.Popen[str] | None) -> dict[str, Any]:
-    """The prompts of one way in one server: the first, warm ones, another size, a LoRA, and without it again."""
+    """The prompts of one way in one server: the first, warm ones, another size, a LoRA, and without it again.
+
+    Before the warm ones come two in which the pack times the engine and native, to take the faster.
+    """
     flags = {"flags": bench.options.flags} if bench.options.flags else {}
     row: dict[str, Any] = {"case": bench.name, "way": way, "free_gb": free_gb, **flags}
-    plan = [("first", 1, bench.size, 0.0, 1), ("warm", 10, bench.size, 0.0, RUNS),
-            ("size_first", 20, bench.other, 0.0, 1), ("size_warm", 21, bench.other, 0.0, RUNS),
-            ("lora_first", 30, bench.size, 0.5, 1), ("lora_warm", 31, bench.size, 0.5, RUNS),
+    plan = [("first", 1, bench.size, 0.0, 1), ("timed", 2, bench.size, 0.0, 2), ("warm", 10, bench.size, 0.0, RUNS),
+            ("size_first", 17, bench.other, 0.0, 1), ("size_timed", 18, bench.other, 0.0, 2),
+            ("size_warm", 21, bench.other, 0.0, RUNS), ("lora_first", 27, bench.size, 0.5, 1),
+            ("lora_timed", 28, bench.size, 0.5, 2), ("lora_warm", 31, bench.size, 0.5, RUNS),
             ("last", 40, bench.size, 0.0, RUNS)]  # fmt: skip
     plan = [asked for asked in plan if asked[0] in (bench.options.prompts or asked)]
     memory = contextlib.nullcontext() if bench.options.tiny else PeakMemory()
@@ -183,7 +187,7 @@ def main() -> None:
     parser.add_argument("--free", nargs="+", type=float, default=[8, 12], help="GB")
     parser.add_argument("--ways", nargs="+", default=["stock", "build first"])
     parser.add_argument("--taken", type=int, default=10, help="prompts during which another process takes memory")
-    parser.add_argument("--prompts", nargs="+", help="only these: first warm size_first size_warm lora_first lora_warm")
+    parser.add_argument("--prompts", nargs="+", help="only these: first timed warm size_first ...")
     parser.add_argument("--changing", type=int, help="prompts of changing models")
     parser.add_argument("--flags", nargs="+", default=[], help="of the servers, without their dashes: novram")
     parser.add_argument("--tiny", action="store_true")
