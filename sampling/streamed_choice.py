@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import math
 import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -37,14 +38,15 @@ log = logging.getLogger(__name__)
 
 SLOWER = 1.03
 """An engine may take so many times native's time."""
-STEP_OF_MEMORY = 2e9
-"""Bytes by which free memory has to differ to be measured anew."""
+NEAR = 1e9
+"""Bytes of memory more or less for which times still hold."""
 
 
 class Times(NamedTuple):
-    """Milliseconds of a call, on the engine and native, with latents of so many values."""
+    """Milliseconds of a call, on the engine and native, with so much memory and latents of so many values."""
 
-    values: int
+    room: float
+    values: float
     engine: float
     native: float
 
@@ -58,11 +60,13 @@ class TimedRun:
     """A run whose calls are timed; ``stats`` are there once it has begun.
 
     Attributes:
-        memory: see ``_memory_words``.
+        where: see ``_where``.
+        room: see ``_room``.
         call: ``NATIVE`` or ``ON_ENGINE``: all its calls have to be of this kind.
     """
 
-    memory: str
+    where: str
+    room: float
     values: int
     call: int
     stats: CallStats | None = None
@@ -80,7 +84,7 @@ class StreamedChoice(NotCopied):
 
     def __init__(self) -> None:
         self._run: TimedRun | None = None
-        self._engine: dict[tuple[str, int], float] = {}  # memory and values -> milliseconds of the engine's call
+        self._engine: dict[tuple[str, int], Times] = {}  # where and values -> times that lack native's
         self._rows: dict[str, list[Times]] = {}
         self._measured: Engine | None = None  # whose times these are; one that is built again is another
 
@@ -92,37 +96,41 @@ class StreamedChoice(NotCopied):
             self._engine, self._rows = {}, _read(self._measured.folder)
         elif run is not None:
             self._learn(run, session)
-        memory = _memory_words(handle.network.device, patcher)
-        known, engine = self._decided(memory, values), self._engine.get((memory, values))
+        device = handle.network.device
+        coming = TimedRun(_where(device, patcher), _room(device), values, ON_ENGINE)
+        known = self._decided(coming)
         session.pace = "" if known is None else f"{_seconds(known.engine)} a call instead of {_seconds(known.native)}"
         self._run = handle.timed_run = None
         if known is not None:
             return _slower(known) if known.native_wins else None
-        if engine is None and not session.remark:
+        half = self._engine.get((coming.where, values))
+        if half is not None and abs(half.room - coming.room) <= NEAR:
+            coming.call = NATIVE
+        elif not session.remark:
             return None
-        self._run = handle.timed_run = TimedRun(memory, values, ON_ENGINE if engine is None else NATIVE)
-        return None if engine is None else _trial(engine)
+        self._run = handle.timed_run = coming
+        return _trial(half.engine) if coming.call == NATIVE else None
 
     def _learn(self, run: TimedRun, session: Session) -> None:
         """Take the times of a run that has ended; keep them once both are known."""
-        took, place = run.median(), (run.memory, run.values)
+        took, place = run.median(), (run.where, run.values)
         if took is None or run.call == ON_ENGINE and not session.remark:
             return
         if run.call == ON_ENGINE:
-            self._engine[place] = took
+            self._engine[place] = Times(run.room, run.values, took, math.nan)
             return
-        found = Times(run.values, self._engine.pop(place), took)
-        self._rows.setdefault(run.memory, []).append(found)
-        log.info("Hybrid TRT: with %s a call of %s takes %.0f ms on the engine, and native %.0f", run.memory,
-                 self._measured.manifest.label, found.engine, found.native)  # fmt: skip
+        found = self._engine.pop(place)._replace(native=took)
+        self._rows.setdefault(run.where, []).append(found)
+        log.info("Hybrid TRT: with %.1f GB of the GPU a call of %s takes %.0f ms on the engine, and native %.0f",
+                 run.room / 1e9, self._measured.manifest.label, found.engine, found.native)  # fmt: skip
         with contextlib.suppress(OSError):  # a library that cannot be written: it is measured again after a restart
             write_file(self._measured.folder / TIMES_NAME, json.dumps({"version": PACK_VERSION, "rows": self._rows}))
 
-    def _decided(self, memory: str, values: int) -> Times | None:
-        """Return the measured times that decide for latents of so many values, those of the nearest; or None."""
-        rows = self._rows.get(memory, ())
-        fit = [row for row in rows if row.values == values or (row.values > values) == row.native_wins]
-        return min(fit, key=lambda row: abs(row.values - values), default=None)
+    def _decided(self, run: TimedRun) -> Times | None:
+        """Return the measured times that decide for a run, those of the nearest latents; or None."""
+        rows = [row for row in self._rows.get(run.where, ()) if abs(row.room - run.room) <= NEAR]
+        fit = [row for row in rows if row.values == run.values or (row.values > run.values) == row.native_wins]
+        return min(fit, key=lambda row: abs(row.values - run.values), default=None)
 
 
 _choices: weakref.WeakKeyDictionary[Session, StreamedChoice] = weakref.WeakKeyDictionary()
@@ -150,15 +158,17 @@ def _values(shape: Sequence[Any]) -> int:
     return found
 
 
-def _memory_words(device: torch.device, patcher: ModelPatcher) -> str:
-    """Return the GPU, the memory that models can have there, and whether native would have to apply patches."""
-    patched = ", patched weights" if patcher.patches else ""
+def _where(device: torch.device, patcher: ModelPatcher) -> str:
+    """Return the GPU in words, and whether native would have to apply patches."""
+    return gpu_of(device) + (", patched weights" if patcher.patches else "")
+
+
+def _room(device: torch.device) -> float:
+    """Return the bytes of a device that are free or taken by ComfyUI's models and ours; 0 on a CPU."""
     if model_management.is_device_cpu(device):
-        return f"a CPU{patched}"
+        return 0
     models = [model for model in model_management.loaded_models() if model is not None and model.load_device == device]
-    room = model_management.get_free_memory(device) + sum(model.loaded_size() for model in models)
-    gigabytes = round(room / STEP_OF_MEMORY) * STEP_OF_MEMORY / 1e9
-    return f"{gigabytes:.0f} GB of {gpu_of(device)}{patched}"
+    return model_management.get_free_memory(device) + sum(model.loaded_size() for model in models)
 
 
 def _slower(times: Times) -> Fallback:
@@ -180,6 +190,6 @@ def _read(folder: Path) -> dict[str, list[Times]]:
     try:
         found = read_json(folder / TIMES_NAME)
         rows = found["rows"] if found["version"] == PACK_VERSION else {}
-        return {memory: [Times(int(v), float(e), float(n)) for v, e, n in its] for memory, its in rows.items()}
+        return {where: [Times(*map(float, one)) for one in its] for where, its in rows.items()}
     except (OSError, ValueError, LookupError, TypeError, AttributeError):
         return {}

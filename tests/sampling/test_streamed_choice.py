@@ -67,8 +67,8 @@ def delays(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
 
 @pytest.fixture
 def memory(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """A double of a GPU: the part of the weights that finds room there, and its memory in words."""
-    found, load = {"part": 0.5, "words": "8 GB"}, LiveSession.load
+    """A double of a GPU: the part of the weights that finds room there, and its memory in bytes."""
+    found, load = {"part": 0.5, "room": 8e9}, LiveSession.load
 
     def limited(self: LiveSession, most: float = math.inf) -> None:
         load(self, min(most, found["part"] * self.live.weights.most_bytes))
@@ -81,7 +81,7 @@ def memory(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     monkeypatch.setattr(LiveSession, "load", limited)
     monkeypatch.setattr(model_management, "MAX_PINNED_MEMORY", 1 << 34)
     monkeypatch.setattr(model_management, "pin_memory", lambda _tensor: False)  # nothing can be pinned without a GPU
-    monkeypatch.setattr(streamed_choice, "_memory_words", lambda *_: found["words"])
+    monkeypatch.setattr(streamed_choice, "_room", lambda _device: found["room"])
     return found
 
 
@@ -165,26 +165,35 @@ def test_larger_pictures_need_no_timing_where_the_engine_won_and_smaller_ones_no
     assert runs(patched, 1, side=12) == ["engine"]
 
 
+def test_pictures_of_changing_sizes_are_each_timed(patched: Patched, delays: dict[str, float]) -> None:
+    delays["engine"] = SLOW
+    served = [runs(patched, side=side)[0] for side in (12, 16) * 4]
+    assert served[-2:] == ["native"] * 2
+    assert served[:3] == ["engine"] * 3
+
+
 def test_another_amount_of_memory_is_timed_anew(
     patched: Patched, delays: dict[str, float], memory: dict[str, Any]
 ) -> None:
     delays["engine"] = SLOW
     assert runs(patched, 4) == ["engine", "engine", "native", "native"]
-    memory |= {"part": 2.0, "words": "24 GB"}
+    memory |= {"part": 2.0, "room": 24e9}
     assert runs(patched, 4) == ["engine"] * 4, "nothing is streamed"
-    memory |= {"part": 0.5, "words": "8 GB"}
-    assert runs(patched) == ["native"]
+    memory |= {"part": 0.5, "room": 8.9e9}
+    assert runs(patched) == ["native"], "near enough"
+    memory["room"] = 9.1e9
+    assert runs(patched, 2) == ["engine"] * 2
 
 
 @pytest.mark.parametrize(
-    "damage", ["", "[]", '{"version": "0", "rows": {}}', f'{{"version": "{PACK_VERSION}", "rows": {{"8 GB": [[1]]}}}}']
+    "damage", ["", "[]", '{"version": "0", "rows": {}}', f'{{"version": "{PACK_VERSION}", "rows": {{"": [[1]]}}}}']
 )
 def test_a_damaged_file_of_times_is_as_none(
     patched: Patched, models: dict[str, Path], library: Library, delays: dict[str, float], damage: str
 ) -> None:
     delays["engine"] = SLOW
     runs(patched, 4)
-    assert json.loads(times_file(library).read_text())["rows"]["8 GB"][0][0] == 16 * 12 * 12
+    assert json.loads(times_file(library).read_text())["rows"][""][0][:2] == [8e9, 16 * 12 * 12]
     times_file(library).write_text(damage)
     assert runs(anew(models, library), 3) == ["engine", "engine", "native"]
 
@@ -210,6 +219,7 @@ def test_memory_counts_what_models_hold_there_whoever_holds_it(
         with monkeypatch.context() as patch:
             patch.setattr(model_management, "get_free_memory", lambda _device, held=held: 8.4e9 - held)
             patch.setattr(model_management, "loaded_models", lambda holder=holder: [holder, None])
-            found.add(streamed_choice._memory_words(device, native))
-            found.add(streamed_choice._memory_words(device, with_lora(native, ends="qkv.weight")))
-    assert found == {"8 GB of ", "8 GB of , patched weights"}
+            found.add(streamed_choice._room(device))
+    assert found == {8.4e9}
+    where = [streamed_choice._where(device, one) for one in (native, with_lora(native, ends="qkv.weight"))]
+    assert where == ["", ", patched weights"], "native applies patches in each call where its weights are streamed"
