@@ -1,4 +1,4 @@
-"""Where weights are streamed the faster of engine and native serves: timed once for a GPU's memory, and remembered."""
+"""The faster of engine and native serves where weights are streamed: timed once for a GPU's memory, and remembered."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def times_file(library: Library) -> Path:
 
 
 def runs(engine: Patched, count: int = 1, side: int = 12) -> list[str]:
-    """Who served each of some runs; each picture is native's."""
+    """List which of engine and native served each of some runs; each picture is native's."""
     found = []
     for _ in range(count):
         latent, stats = sampled(engine.model, side), engine.handle.stats
@@ -113,7 +113,7 @@ def runs(engine: Patched, count: int = 1, side: int = 12) -> list[str]:
 
 
 def why(engine: Patched) -> str:
-    """What the report says of a run that native served, and what to do."""
+    """The report's words on a run that native served, and what to do."""
     stats, (reason,) = engine.handle.stats, engine.handle.stats.reasons
     return f"{stats.details[reason]}. {stats.advice(Reason(reason))}"
 
