@@ -1,7 +1,9 @@
-"""The decoder of LTX-2's VAE: convolutions over a whole video at once, which is small until its pixels are unfolded.
+"""The decoder of LTX-2's VAE: small layers take a whole video, the large ones behind them take it in chunks of frames.
 
-Native decodes in chunks, with the same result. Files that condition the decoder on a timestep decode natively: they add
-noise. Videos are encoded natively.
+A convolution looks at the frames before and behind. So a chunk's last frame waits for the next chunk, and each layer
+keeps frames for it. The chunks need not be native's: results are the same.
+
+Files that condition the decoder on a timestep decode natively: they add noise. Videos are encoded natively.
 """
 
 from __future__ import annotations
@@ -30,6 +32,7 @@ from ..shapes import Range
 from ..sizes import LATENT
 from ..vae_sizes import SIZES, VideoVAESizes, bind_images
 from .autoencoder import with_edges
+from .wan_vae import Kept, last_frames
 
 BUFFER = "output_buffer"
 """ComfyUI's tensor for the result, in main memory."""
@@ -44,9 +47,9 @@ class LTXDecoder(VideoVAESizes):
 
     pixels = 4 * LATENT
     each = 8
-    only_live = "convolutions over all frames at once"
-    free: ClassVar[Mapping[str, Range]] = {
-        **VideoVAESizes.free, "H": Range(2, 10, 1 << 9), "W": Range(2, 14, 1 << 9)}  # repeated edges need two
+    only_live = "loops over chunks of frames"
+    free: ClassVar[Mapping[str, Range]] = {  # several chunks; repeated edges need two elements, and sides differ
+        **VideoVAESizes.free, "L": Range(0, 12, 1 << 10), "H": Range(2, 10, 1 << 9), "W": Range(3, 14, 1 << 9)}
     traced: ClassVar[Mapping[str, int]] = {"B": 1, "L": 2, "H": 5, "W": 4}
     compared: ClassVar[tuple] = ({"B": 1, "L": 0, "H": 3, "W": 4},)
 
@@ -94,7 +97,7 @@ class _Decoder(torch.nn.Module):
         vae.encoder = torch.nn.Identity()
         self.vae = vae
         decoder = vae.decoder
-        self.last = torch.nn.ModuleList([decoder.conv_norm_out, decoder.conv_act, decoder.conv_out])
+        last = torch.nn.ModuleList([decoder.conv_norm_out, decoder.conv_act, decoder.conv_out])
         layers = _layers(decoder)
         for layer in layers:
             layer._buffers.pop("scale_shift_table", None)  # zeros, for files with timesteps
@@ -102,43 +105,87 @@ class _Decoder(torch.nn.Module):
             *in_blocks([decoder.conv_in], _convolved),
             *in_blocks([layer for layer in layers if isinstance(layer, ResnetBlock3D)], _residual),
             *in_blocks([layer for layer in layers if isinstance(layer, DepthToSpaceUpsample)], _enlarged),
-            *in_blocks([self.last], _ended),
+            *in_blocks([last], _ended),
         )
-        self._steps = [decoder.conv_in, *layers, self.last]
+        unfolds = [number for number, layer in enumerate(layers) if isinstance(layer, DepthToSpaceUpsample)]
+        large = max(unfolds, default=len(layers))
+        self._small, self._large = [decoder.conv_in, *layers[:large]], [*layers[large:], last]
+        self._times = layers[large].stride[0] if unfolds else 1
+        self._length = (2 * len(self._large) - 1) // self._times + 2  # each convolution keeps one; the last needs one
 
     def forward(self, images: torch.Tensor) -> tuple[torch.Tensor]:
         x, decoder = self.vae.per_channel_statistics.un_normalize(images), self.vae.decoder
-        for step in self._steps:
-            x = step(x, decoder.causal)
-        return (unpatchify(x, patch_size_hw=decoder.patch_size, patch_size_t=1),)
+        for step in self._small:
+            x, _ = step(x, decoder.causal, (), True)
+        count, kept = max(1, x.shape[2] // self._length), [()] * len(self._large)
+        frames, done, result = self._times * x.shape[2] - (self._times - 1), 0, x
+        for number in range(count):
+            ends = number == count - 1
+            h = x[:, :, number * self._length : None if ends else (number + 1) * self._length]
+            for place, step in enumerate(self._large):
+                h, kept[place] = step(h, decoder.causal, kept[place], ends)
+            h = unpatchify(h, patch_size_hw=decoder.patch_size, patch_size_t=1)
+            if number == 0:
+                result = h.new_empty(*h.shape[:2], frames, *h.shape[3:])
+            result[:, :, done : done + h.shape[2]] = h
+            done += h.shape[2]
+        return (result,)
 
 
-def _convolved(conv: CausalConv3d, x: torch.Tensor, causal: bool) -> torch.Tensor:
-    """Convolve a video, whose first and last frames are repeated; only the first where it is causal."""
+def _convolved(
+    conv: CausalConv3d, x: torch.Tensor, causal: bool, kept: Kept, ends: bool
+) -> tuple[torch.Tensor, Kept]:
+    """Convolve a chunk of frames with its neighbours. The first frame of a video is repeated in front of it.
+
+    Args:
+        causal: whether a frame sees none behind it; else the last frame of a video is repeated behind it.
+        kept: the frames before the chunk; none for a video's first.
+        ends: whether it is a video's last.
+
+    Returns:
+        The result, and the frames to keep for the next chunk.
+    """
     more = conv.time_kernel_size - 1
-    front, back = (more, 0) if causal else (more // 2, more // 2)
+    back = 0 if causal else more // 2
+    joined = torch.cat([*kept, x], 2) if kept else x
+    front, behind = 0 if kept else more - back, back if ends else 0
     inner = conv.conv
-    if inner.padding_mode != "reflect":
-        return inner(torch.cat([x[:, :, :1]] * front + [x] + [x[:, :, -1:]] * back, 2))
-    return F.conv3d(with_edges(x, front, back, mirrored=True), inner.weight, inner.bias)
+    if inner.padding_mode == "reflect":
+        found = F.conv3d(with_edges(joined, front, behind, mirrored=True), inner.weight, inner.bias)
+    else:
+        found = inner(torch.cat([joined[:, :, :1]] * front + [joined] + [joined[:, :, -1:]] * behind, 2))
+    return found, () if ends else (last_frames(joined, more),)
 
 
-def _residual(block: ResnetBlock3D, x: torch.Tensor, causal: bool) -> torch.Tensor:
-    h = _convolved(block.conv1, block.non_linearity(block.norm1(x)), causal)
-    h = _convolved(block.conv2, block.non_linearity(block.norm2(h)), causal)
+def _residual(
+    block: ResnetBlock3D, x: torch.Tensor, causal: bool, kept: Kept, ends: bool
+) -> tuple[torch.Tensor, Kept]:
+    h, one = _convolved(block.conv1, block.non_linearity(block.norm1(x)), causal, kept[1:2], ends)
+    h, two = _convolved(block.conv2, block.non_linearity(block.norm2(h)), causal, kept[2:], ends)
+    x, own = _waited(x, h.shape[2], kept[:1], ends)
     if isinstance(block.norm3, LayerNorm):
         x = block.conv_shortcut(block.norm3.norm(x.movedim(1, -1)).movedim(-1, 1))
-    return h + x
+    return h + x, (*own, *one, *two)
 
 
-def _enlarged(layer: DepthToSpaceUpsample, x: torch.Tensor, causal: bool) -> torch.Tensor:
-    """Unfold channels into frames and sides; the first of the new frames has no place."""
-    first = 1 if layer.stride[0] == 2 else 0
-    found = _unfolded(_convolved(layer.conv, x, causal), layer.stride)[:, :, first:]
-    if not layer.residual:
-        return found
-    times = layer.stride[0] * layer.stride[1] * layer.stride[2] // layer.out_channels_reduction_factor
-    return found + _unfolded(x, layer.stride)[:, :, first:].repeat(1, times, 1, 1, 1)
+def _enlarged(
+    layer: DepthToSpaceUpsample, x: torch.Tensor, causal: bool, kept: Kept, ends: bool
+) -> tuple[torch.Tensor, Kept]:
+    """Unfold channels into frames and sides; the first of a video's new frames has no place."""
+    first = 1 if layer.stride[0] == 2 and not kept else 0
+    h, one = _convolved(layer.conv, x, causal, kept[1:], ends)
+    found = _unfolded(h, layer.stride)[:, :, first:]
+    x, own = _waited(x, h.shape[2], kept[:1], ends)
+    if layer.residual:
+        times = layer.stride[0] * layer.stride[1] * layer.stride[2] // layer.out_channels_reduction_factor
+        found = found + _unfolded(x, layer.stride)[:, :, first:].repeat(1, times, 1, 1, 1)
+    return found, (*own, *one)
+
+
+def _waited(x: torch.Tensor, frames: int, kept: Kept, ends: bool) -> tuple[torch.Tensor, Kept]:
+    """Return the frames of a layer's input that belong to its result, which waited for others; and those to keep."""
+    joined = torch.cat([*kept, x], 2) if kept else x
+    return joined[:, :, :frames], () if ends else (last_frames(joined, joined.shape[2] - frames),)
 
 
 def _unfolded(x: torch.Tensor, stride: tuple[int, int, int]) -> torch.Tensor:
@@ -146,9 +193,11 @@ def _unfolded(x: torch.Tensor, stride: tuple[int, int, int]) -> torch.Tensor:
     return parts.flatten(2, 3).flatten(3, 4).flatten(4, 5)
 
 
-def _ended(layers: torch.nn.ModuleList, x: torch.Tensor, causal: bool) -> torch.Tensor:
+def _ended(
+    layers: torch.nn.ModuleList, x: torch.Tensor, causal: bool, kept: Kept, ends: bool
+) -> tuple[torch.Tensor, Kept]:
     norm, activation, conv = layers
-    return _convolved(conv, activation(norm(x)), causal)
+    return _convolved(conv, activation(norm(x)), causal, kept, ends)
 
 
 _PLACE = "comfy.ldm.lightricks.vae.causal_video_autoencoder"

@@ -46,6 +46,10 @@ class Call:
     def alike(self) -> tuple:
         return words_of(self.form), tuple((t.dtype, t.ndim) for t in self.inputs)
 
+    @property
+    def sizes(self) -> tuple[tuple[int, ...], ...]:
+        return tuple(tuple(tensor.shape) for tensor in self.inputs)
+
     def drawn(self, device: torch.device, layout: Layout) -> list[torch.Tensor]:
         """Random inputs; the same whenever they are asked for."""
         generator = torch.Generator(device).manual_seed(1)
@@ -93,7 +97,7 @@ def kinds_of(
     usual: Counter[tuple] = Counter()
     of = []
     for number, block in enumerate(function.blocks):
-        own = _kinds_of(block, [run[number] for run in seen])
+        own = _kinds_of(block, [call for run in seen for call in run[number]])
         for key, alike in own.items():
             found.setdefault(key, (block, alike))
         usual[next(iter(own))] += 1
@@ -102,7 +106,7 @@ def kinds_of(
 
 
 def _key(kind: tuple, calls: Sequence[Call]) -> str:
-    sizes: list[Any] = [[tuple(t.shape) for t in call.inputs] for call in calls]
+    sizes: list[Any] = [list(call.sizes) for call in calls]
     if user_attention.called() is not None:
         sizes.append("attention is called")  # only then: kinds of earlier builds keep their keys
     return hashlib.sha256(repr((kind, sizes)).encode()).hexdigest()
@@ -113,18 +117,20 @@ def contents_of(of: Sequence[tuple[int, ...]], kinds: Sequence[Kind]) -> bytes:
     return KINDS_HEADER + pickle.dumps((of, [vars(kind) for kind in kinds]))
 
 
-def calls_of_blocks(function: torch.nn.Module, given: Sequence[torch.Tensor]) -> list[Call]:
-    """Return the calls of the blocks in a call of the network.
+def calls_of_blocks(function: torch.nn.Module, given: Sequence[torch.Tensor]) -> list[list[Call]]:
+    """Return each block's calls in a call of the network: of those that are alike the last, the latest first.
 
     On the meta device a block that is called as one like it before does not run: its results have the same shapes.
     """
-    found: dict[int, Call] = {}
+    found: list[dict[tuple, Call]] = [{} for _ in function.blocks]
     known: dict[tuple, Any] = {}
 
     def noted(number: int, structure: tuple, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         tensors: list[torch.Tensor] = []
         form = take_apart((args, kwargs), tensors)
-        found[number] = Call(form, tuple(t.contiguous().to("meta") for t in tensors))
+        call = Call(form, tuple(t.contiguous().to("meta") for t in tensors))
+        found[number].pop(call.alike, None)
+        found[number][call.alike] = call
         if not all(t.is_meta for t in tensors):
             return forward(*args, **kwargs)
         key = structure, words_of(form), tuple((t.shape, t.stride(), t.dtype) for t in tensors)
@@ -143,7 +149,7 @@ def calls_of_blocks(function: torch.nn.Module, given: Sequence[torch.Tensor]) ->
             del block.forward
             if forward is not None:
                 block.forward = forward
-    return [found[number] for number in range(len(function.blocks))]
+    return [list(calls.values())[::-1] for calls in found]
 
 
 def _layers_of(block: torch.nn.Module) -> tuple:
@@ -163,10 +169,10 @@ def _computed_by(block: torch.nn.Module) -> str:
 def _kinds_of(block: torch.nn.Module, calls: Sequence[Call]) -> dict[tuple, list[Call]]:
     """The kinds of a block, which its layers and the ways to call it tell, and the calls of each."""
     layers = _layers_of(block)
-    found: dict[tuple, list[Call]] = {}
+    found: dict[tuple, dict[tuple, Call]] = {}
     for call in calls:
-        found.setdefault((*layers, call.alike), []).append(call)
-    return found
+        found.setdefault((*layers, call.alike), {}).setdefault(call.sizes, call)
+    return {key: list(alike.values()) for key, alike in found.items()}
 
 
 class BlockFunction(torch.nn.Module):

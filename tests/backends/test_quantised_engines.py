@@ -389,7 +389,7 @@ def test_blocks_of_a_network_that_comfyui_loads_so_multiply_in_fp8(
     call = {symbol: served.opt for symbol, served in (profile.ranges | architecture.free).items()}
     given = list(sample_inputs(specs, call, seed=1).values())
     calls = compile_kinds.calls_of_blocks(function, given)
-    for block, call in zip(function.blocks, calls, strict=True):
+    for block, (call,) in zip(function.blocks, calls, strict=True):
         layers = sum(map(multiplies_in_fp8, block.modules()))
         alone, inputs = compile_kinds.BlockFunction(block, call.form), [torch.randn(t.shape) for t in call.inputs]
         targets = Counter(str(node.target) for node in graph_of(alone, inputs).graph.nodes)
