@@ -20,11 +20,27 @@ class SharedTokens:
 
     Attributes:
         symbol: the size that is divided: image tokens, or rows or frames of tokens.
-        prompt: where attention has the prompt's tokens, beside those of the picture: ``front``, ``back``, or nowhere.
+        front, back: numbers of tokens that attention has before the picture's and behind them, as the prompt's. All
+            GPUs compute these. ``front`` is None where a call does not tell it, and all attention is the picture's.
+        alone: whether some layers attend to the picture's tokens alone, although there are others beside them.
     """
 
     symbol: str
-    prompt: str = ""
+    front: tuple[Dim, ...] | None = ()
+    back: tuple[Dim, ...] = ()
+    alone: bool = False
+
+    def beside(self, sizes: Mapping[str, int]) -> tuple[int | None, set[int]]:
+        """Return the tokens before the picture's in a call, and numbers of tokens beside it in its attention."""
+        if self.front is None:
+            return None, set()
+        front, back = (sum(dim.size(sizes) for dim in dims if dim.symbols <= sizes.keys())  # a network may lack some
+                       for dims in (self.front, self.back))  # fmt: skip
+        return front, {front + back, 0} if self.alone else {front + back}
+
+    def tokens(self, outputs: Sequence[TensorSpec], sizes: Mapping[str, int]) -> int:
+        """Return the picture's tokens in a call: those of the first result."""
+        return next(dim.size(sizes) for dim in outputs[0].dims if isinstance(dim, Dim) and self.symbol in dim.symbols)
 
 
 def shares(size: int, count: int) -> list[tuple[int, int]]:
@@ -45,8 +61,8 @@ def taken(
     found = dict(given)
     for spec, axis, factors, at in _divided(specs, symbol):
         if (whole := found.get(spec.name)) is not None:
-            parts = whole.unflatten(axis, [factor.size(sizes) for factor in factors])
-            found[spec.name] = parts.narrow(axis + at, begin, size).flatten(axis, axis + len(factors) - 1)
+            parts, each = whole.unflatten(axis, [factor.size(sizes) for factor in factors]), factors[at].up
+            found[spec.name] = parts.narrow(axis + at, begin * each, size * each).flatten(axis, axis + len(factors) - 1)
     return found
 
 

@@ -41,8 +41,8 @@ def gathers() -> bool:
 
 
 @contextmanager
-def gathering(gather: Gather) -> Iterator[None]:
-    """Let attention inside have keys and values of all GPUs that share a call."""
+def gathering(gather: Gather | None) -> Iterator[None]:
+    """Let attention inside have keys and values of all GPUs that share a call; None, as for prompts: its own."""
     token = _gather.set(gather)
     try:
         yield

@@ -76,11 +76,11 @@ class NativeNetwork:
     def of_model(cls, model: ModelPatcher, label: str) -> NativeNetwork:
         """Return the UNet of a MODEL, with the companion of its model patch where engines compute that too."""
         module = model.model.diffusion_model
-        shares = _on_several_gpus(model) and getattr(architecture_of(module, Role.BACKBONE), "shared", None) is not None
-        base = cls(model, module, UNET_PREFIX, _compute_dtype(model), label, Role.BACKBONE, shares_tokens=shares)
+        base = cls(model, module, UNET_PREFIX, _compute_dtype(model), label, Role.BACKBONE)
         found = base._absorbed(model.model_options.get("transformer_options", {}).get("patches", {}))
         if found is None:
-            return base
+            shares = getattr(architecture_of(module, Role.BACKBONE), "shared", None) is not None
+            return replace(base, shares_tokens=shares and _on_several_gpus(model))
         kind, patcher = found[0], companion_of(found[1])
         own = replace(base, patcher=patcher, module=patcher.model, prefix="", label=f"{label} ({kind.node})")
         return replace(base, module=_together(model.model, patcher), companion=own, absorbs=kind)

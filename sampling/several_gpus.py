@@ -232,7 +232,7 @@ def _shared(
         other.session.sync_from(other.network, patcher)
     network, all_of_them = handle.network, [handle, *others]
     tensors = (specs(network.module, network.precision) for specs in
-               (network.architecture().engine_inputs, network.architecture().outputs))  # fmt: skip
+               (network.architecture().inputs, network.architecture().outputs))  # fmt: skip
     devices = [one.network.device for one in all_of_them]
     return run_shared([one.session for one in all_of_them], devices, network.architecture(), *tensors, given, extras)
 

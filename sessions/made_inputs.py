@@ -16,6 +16,7 @@ import torch
 
 from ..architectures.calls import PerImagePass, Unsupported
 from ..architectures.shapes import Shape, ShapeMismatch, TensorSpec, bind
+from ..architectures.user_attention import gathering
 from ..comfy_model.live_weights import LiveWeights
 from ..comfy_model.network import NativeNetwork
 from ..comfy_model.torch_kernels import laid_out, strides_of
@@ -153,7 +154,8 @@ class PerImagePasses:
             try:
                 bind([part.takes], {part.name: tuple(source.shape)})
                 ready = laid_out(source.to(self._device, self._dtype))
-                results = part.function(ready) if extra is None else part.function(ready, extra)
+                with gathering(None):  # GPUs that share a call divide no image and no prompt
+                    results = part.function(ready) if extra is None else part.function(ready, extra)
             except (ShapeMismatch, Unsupported) as error:
                 raise Unavailable(Reason.UNSUPPORTED_INPUT, str(error)) from None
             return tuple(self._layout(result) for result in results)

@@ -7,7 +7,7 @@ memory, beside what these compute. So all GPUs have to make the same calls of at
 from __future__ import annotations
 
 import threading
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from contextvars import copy_context
@@ -36,13 +36,15 @@ class Exchange:
     copy from it.
     """
 
-    def __init__(self, devices: Sequence[torch.device], own: Sequence[int], prompt: int, at: str):
+    def __init__(
+        self, devices: Sequence[torch.device], own: Sequence[int], front: int | None, beside: Collection[int]
+    ):
         """
         Args:
             own: the picture's tokens of each GPU.
-            prompt: the prompt's tokens, which attention has at the ``front`` or ``back`` of each GPU's.
+            front, beside: see ``SharedTokens.beside``.
         """
-        self._devices, self._own, self._prompt, self._at = devices, own, prompt, at
+        self._devices, self._own, self._front, self._beside = devices, own, front, beside
         self._meet = threading.Barrier(len(devices), timeout=PATIENCE)
         self._given: list[list[Any]] = [[None] * len(devices) for _ in range(2)]
         cuda = devices[0].type == "cuda"
@@ -58,27 +60,22 @@ class Exchange:
 
         def gathered(k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
             nonlocal turn
-            beside = k.shape[2] - self._own[rank]
-            if beside not in ({0, self._prompt} if self._at else {0}):
-                return k, v  # attention to the prompt
+            own = self._own[rank]
+            beside = k.shape[2] - own
+            if self._front is not None and beside not in self._beside:
+                return k, v  # attention to other tokens
             turn = 1 - turn
-            start = beside if self._at == "front" else 0
+            start = beside if self._front is None else min(self._front, beside)
             # copies: compiled code writes to a buffer again as soon as this attention is computed
-            parts = [t.narrow(2, start, self._own[rank]).clone() for t in (k, v)]
+            parts = [t.narrow(2, start, own).clone() for t in (k, v)]
             self._given[turn][rank] = parts, _now(self._devices[rank])
             self._meet.wait()
             found = [parts if other == rank else self._copied(*self._given[turn][other], rank, other)
                      for other in range(len(self._devices))]  # fmt: skip
-            return tuple(self._joined(t, beside, [part[i] for part in found]) for i, t in enumerate((k, v)))
+            return tuple(torch.cat([t[:, :, :start], *(part[i] for part in found), t[:, :, start + own :]], 2)
+                         for i, t in enumerate((k, v)))  # fmt: skip
 
         return gathered
-
-    def _joined(self, own: torch.Tensor, beside: int, parts: list[torch.Tensor]) -> torch.Tensor:
-        if beside:
-            place = (0, own.narrow(2, 0, beside)) if self._at == "front" else (
-                len(parts), own.narrow(2, own.shape[2] - beside, beside))  # fmt: skip
-            parts.insert(*place)
-        return torch.cat(parts, 2)
 
     def _copied(
         self, parts: Sequence[torch.Tensor], ready: torch.cuda.Event | None, rank: int, other: int
@@ -116,12 +113,11 @@ def run_shared(
     except ShapeMismatch as error:
         raise Unavailable(Reason.UNSUPPORTED_INPUT, str(error)) from None
     each = [{**whole, shared.symbol: size} for _, size in shares(whole[shared.symbol], len(sessions))]
-    own = [_tokens(outputs, sizes) for sizes in each]
-    prompt = whole.get(architecture.prompt, 0)
+    own, (front, beside) = [shared.tokens(outputs, sizes) for sizes in each], shared.beside(whole)
     others = {size for symbol, size in whole.items() if symbol not in (shared.symbol, architecture.batch)}
-    if any(count in others or not count for count in own) or others & {count + prompt for count in own}:
+    if not all(own) or others & {count + more for count in own for more in beside}:
         raise Unavailable(Reason.UNSUPPORTED_INPUT, "its tokens are too few to be shared")
-    exchange = Exchange(devices, own, prompt, shared.prompt)
+    exchange = Exchange(devices, own, front, beside)
     inference = torch.is_inference_mode_enabled()
 
     def compute(rank: int, begin: int, size: int) -> dict[str, torch.Tensor]:
@@ -148,8 +144,3 @@ def run_shared(
     if failed:
         raise next((e for e in failed if not isinstance(e.__cause__, threading.BrokenBarrierError)), failed[0])
     return put_together(outputs, results, each, shared.symbol)
-
-
-def _tokens(outputs: Sequence[TensorSpec], sizes: Mapping[str, int]) -> int:
-    """Return the picture's tokens in a call: those of the result, (batch, tokens, features)."""
-    return outputs[0].dims[1].size(sizes)

@@ -19,6 +19,7 @@ from .. import Role
 from ..blocks import in_blocks
 from ..calls import Binding, EngineCall, Unsupported, prompt_of, refuse_all_but
 from ..shapes import Dim, Range, Sizes, Symbol, TensorSpec
+from ..shared_tokens import SharedTokens
 from ..sizes import BATCH, PATCH, PICTURE, PROMPT, TokenSizes
 from ..token_layers import MOST_KEPT, attended, normed, to_tokens, to_video, write_out_norms
 
@@ -30,6 +31,7 @@ class Anima(TokenSizes):
     name = "anima"
     role = Role.BACKBONE
     arguments = ("x", "timesteps", "context", "fps", "padding_mask")
+    shared = SharedTokens("R")
     usual_prompt = 512
     one_length = True
     free: ClassVar[Mapping[str, Range]] = {s: served for s, served in TokenSizes.free.items() if s != "L"}

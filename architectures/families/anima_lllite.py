@@ -58,6 +58,7 @@ class AnimaLLLite(Anima):
 
     name = "anima_lllite"
     absorbs = LLLITE
+    shared = None  # convolutions embed the control image, whose rows would need their neighbours
 
     def matches(self, module: torch.nn.Module) -> bool:
         if type(module) is not WithCompanion or type(module.companion) is not Companion:

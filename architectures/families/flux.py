@@ -52,7 +52,7 @@ class FluxArchitecture(ImageTokenSizes):
 
     role = Role.BACKBONE
     arguments = ("x", "timestep", "context", "y", "guidance", "ref_latents", "control", "transformer_options")
-    shared = SharedTokens("N", "front")
+    shared = SharedTokens("N", front=(PROMPT,))
 
     def matches(self, module: torch.nn.Module) -> bool:
         return (

@@ -20,6 +20,7 @@ from .. import Role
 from ..blocks import in_blocks
 from ..calls import Binding, EngineCall, Unsupported, prompt_of, refuse_all_but
 from ..shapes import Dim, Range, RequestedSizes, Sizes, Symbol, TensorSpec
+from ..shared_tokens import SharedTokens
 from ..sizes import BATCH, FRAMES, PROMPT, VIDEO, VideoSizes
 from ..token_layers import MOST_KEPT, RotaryAttention, to_tokens, to_video, write_out_norms
 from .flux import thousandths
@@ -47,6 +48,7 @@ class HunyuanVideo(VideoSizes):
     role = Role.BACKBONE
     arguments = ("x", "timestep", "context", "y", "txt_byt5", "clip_fea", "guidance", "attention_mask",
                  "guiding_frame_index", "ref_latent", "disable_time_r", "control", "transformer_options")  # fmt: skip
+    shared = SharedTokens("R", front=(IMAGE, GLYPHS, PROMPT))
     usual_prompt = 128
     one_length = False
     free: ClassVar[Mapping[str, Range]] = {

@@ -18,6 +18,7 @@ from .. import Role
 from ..blocks import in_blocks
 from ..calls import Binding, EngineCall, Unsupported, prompt_of, refuse_all_but
 from ..shapes import Dim, Sizes, TensorSpec
+from ..shared_tokens import SharedTokens
 from ..sizes import BATCH, PATCH, PICTURE, PROMPT, REFERENCE, TokenSizes
 from ..token_layers import MOST_KEPT, attended, latent_to_tokens, normed, to_latent
 
@@ -34,6 +35,7 @@ class Krea2(TokenSizes):
     name = "krea2"
     role = Role.BACKBONE
     arguments = ("x", "timesteps", "context", "attention_mask", "ref_latents", "transformer_options")
+    shared = SharedTokens("R", front=(PROMPT,), back=(REFERENCE,))
 
     def matches(self, module: torch.nn.Module) -> bool:
         return type(module) is SingleStreamDiT and module.patch == PATCH

@@ -15,6 +15,7 @@ from comfy.ldm.lightricks.model import LTXVModel
 from .. import Role
 from ..calls import Binding, EngineCall, PerImagePass, Unsupported, prompt_of, refuse_all_but
 from ..shapes import MOST, Dim, Picture, Range, RequestedSizes, Sizes, Symbol, TensorSpec
+from ..shared_tokens import SharedTokens
 from ..sizes import BATCH, PROMPT, ImageTokenSizes
 from .ltx2_network import OnTokens
 
@@ -38,6 +39,7 @@ class LTX2(ImageTokenSizes):
     role = Role.BACKBONE
     arguments = ("x", "timestep", "context", "attention_mask", "frame_rate", "transformer_options", "keyframe_idxs",
                  "denoise_mask")  # fmt: skip
+    shared = SharedTokens("N")
     pixels = 32
     patch = 1
     usual_prompt = 1024

@@ -18,6 +18,7 @@ from ..blocks import in_blocks
 from ..calls import Binding, EngineCall, Unsupported, prompt_of, refuse_all_but
 from ..quantised_linear import linear_behind
 from ..shapes import Dim, Picture, Range, RequestedSizes, Sizes, Symbol, TensorSpec
+from ..shared_tokens import SharedTokens
 from ..sizes import FRAMES, PATCH, PROMPT, VIDEO, VideoSizes
 from ..token_layers import attended, write_out_norms
 
@@ -42,6 +43,7 @@ class MiniMaxH3(VideoSizes):
     name = "minimax_h3"
     role = Role.BACKBONE
     arguments = ("x", "timestep", "context", "transformer_options", "minimax_payload")
+    shared = SharedTokens("R", front=(PROMPT, CONDITION, SOUND))
     halved: ClassVar[Sequence[str]] = ("F",)
     free: ClassVar[Mapping[str, Range]] = {
         **{symbol: VideoSizes.free[symbol] for symbol in "FRC"}, "T": Range(1, 97, 1 << 15), "A": Range(1, 11, 1 << 14),

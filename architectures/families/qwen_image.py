@@ -20,6 +20,7 @@ from .. import Role
 from ..blocks import in_blocks
 from ..calls import Binding, EngineCall, ResidualLayout, Unsupported, prompt_of, refuse_all_but
 from ..shapes import Dim, Sizes, TensorSpec
+from ..shared_tokens import SharedTokens
 from ..sizes import BATCH, PATCH, PICTURE, PROMPT, REFERENCE, TokenSizes
 from ..token_layers import MOST_KEPT, attended, latent_to_tokens, to_latent, write_out_norms
 
@@ -40,6 +41,7 @@ class QwenImage(TokenSizes):
     role = Role.BACKBONE
     arguments = ("x", "timesteps", "context", "attention_mask", "ref_latents", "additional_t_cond",
                  "transformer_options")  # fmt: skip
+    shared = SharedTokens("R", front=(PROMPT,), back=(REFERENCE,))
 
     def matches(self, module: torch.nn.Module) -> bool:
         return (

@@ -23,6 +23,7 @@ from ..blocks import in_blocks
 from ..calls import Binding, EngineCall, PerImagePass, Unsupported, prompt_of, refuse_all_but
 from ..quantised_linear import linear_behind
 from ..shapes import Dim, Picture, Range, RequestedSizes, Sizes, Symbol, TensorSpec
+from ..shared_tokens import SharedTokens
 from ..sizes import BATCH, IMAGE, LATENT, PROMPT, REFERENCES, ImageTokenSizes
 from ..token_layers import MOST_KEPT, attended, normed, rotated
 from ..user_attention import computed
@@ -38,6 +39,7 @@ class QwenImage21(ImageTokenSizes):
     name = "qwen_image21"
     role = Role.BACKBONE
     arguments = ("x", "timestep", "context", "ref_latents", "image_slots", "transformer_options")
+    shared = SharedTokens("N", front=None)
     pixels = 2 * LATENT
     patch = 1
     free: ClassVar[Mapping[str, Range]] = ImageTokenSizes.free | {"T": Range(1, 130, 1 << 18)}

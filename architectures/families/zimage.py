@@ -20,6 +20,7 @@ from .. import Role
 from ..blocks import in_blocks
 from ..calls import Binding, EngineCall, PerImagePass, Unsupported, prompt_of, refuse_all_but
 from ..shapes import TOKEN_STEP, Dim, Range, Sizes, Symbol, TensorSpec
+from ..shared_tokens import SharedTokens
 from ..sizes import PATCH, ImageTokenSizes
 from ..token_layers import (
     MOST_KEPT,
@@ -64,6 +65,7 @@ class ZImage(ZImageSizes):
     name = "zimage"
     role = Role.BACKBONE
     arguments = ("x", "timesteps", "context", "num_tokens", "attention_mask")
+    shared = SharedTokens("N", front=(Dim("T", up=GROUP),), alone=True)
 
     def matches(self, module: torch.nn.Module) -> bool:
         return (

@@ -130,6 +130,17 @@ def test_each_gpu_runs_an_engine_of_both_networks_which_stays_open(
     assert companions[1].patcher.load_device == SECOND
 
 
+def test_a_model_with_a_patch_is_computed_by_one_gpu_where_the_step_has_a_single_call(
+    family: Family, tmp_path: Path
+) -> None:
+    native, options = family.behind(family.model, family.networks[0]), {**family.options, "cfg": 1.0}
+    expected = family.sampled(native, *family.given, **options)
+    engine = family.wrapped(split(native), tmp_path, "torch")
+    assert relative_error(family.sampled(engine.model, *family.given, **options), expected) <= LIMIT
+    assert (engine.handle.stats.engine, engine.handle.stats.native) == (STEPS, 0)
+    assert not engine.handle.session.calls_attention, "its blocks are those of one GPU"
+
+
 @pytest.mark.fault("a model patch that keeps values on itself is called on several GPUs at once",
                    see="each GPU has a patch and its network of its own, with an engine or without")
 @pytest.mark.parametrize("without", ["second", "both"])

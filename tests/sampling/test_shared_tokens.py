@@ -6,19 +6,20 @@ The further GPUs are doubles, the CPU under other names. Nothing of this ran on 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import comfy.multigpu
-import comfy.sample
 import pytest
 import token_networks
 import torch
 from comfy import model_management
 from comfy.model_patcher import ModelPatcher
 from compiling import COMPILES
+from family_contract import Prompt
 from hybrid_trt.architectures.shapes import Dim, TensorSpec
 from hybrid_trt.architectures.shared_tokens import put_together, shares, taken
 from hybrid_trt.backends import backends
@@ -30,16 +31,64 @@ from hybrid_trt.engine_library import Library
 from hybrid_trt.engine_library.engine import relative_error
 from hybrid_trt.sampling.several_gpus import TRIED
 from hybrid_trt.sessions.shared_call import Exchange
-from patched import sampling_node
+from model_families import FAMILIES
+from tiny_transformers import let_comfyui_load_zimage
 from token_calls import Patched, profile_of
 
 LIMIT, STEPS = 1e-5, 3
-FILES = {"flux": ("tiny_flux1_unet", 64, (16, 16, 12)), "wan": ("tiny_wan", 4096, (16, 5, 8, 6))}
-"""File, features of a prompt's token, sizes of the latent."""
+NAMED = {family.name: family for family in FAMILIES}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A prompt of a family, and how its tokens are divided.
+
+    Attributes:
+        prompt: its name among the family's; ``changes`` are made to it.
+        tensor: has the picture's tokens, ``units`` times ``each``; GPUs have whole units.
+    """
+
+    prompt: str
+    tensor: str
+    units: int
+    each: int
+    changes: Mapping[str, Any] = field(default_factory=dict)
+
+    def of(self, kind: str, cfg: float = 1.0) -> Prompt:
+        return replace(NAMED[kind].prompts[self.prompt], cfg=cfg, **self.changes)
+
+    def tokens(self, devices: int) -> list[int]:
+        """The tokens of each GPU."""
+        return [size * self.each for _, size in shares(self.units, devices)]
+
+
+CASES = [pytest.param(kind, case, id=f"{kind}: {case.prompt}") for kind, case in (
+    ("flux", Case("two lengths", "image", 48, 1, {"shape": (1, 16, 16, 12)})),
+    ("flux", Case("a reference", "image", 12 + 36, 1)),
+    ("wan", Case("text to video", "video", 4, 5 * 3, {"shape": (1, 16, 5, 8, 6)})),
+    ("wan", Case("a picture", "video", 4, 9)),
+    ("wan", Case("two control videos", "video", 4, 9)),
+    ("zimage", Case("two lengths", "picture", 5, 32, {"shape": (1, 16, 30, 20)})),
+    ("qwen_image", Case("one length", "image", 4, 3)),
+    ("qwen_image", Case("references", "image", 4, 3)),
+    ("qwen_image21", Case("one length", "image", 48, 1)),
+    ("qwen_image21", Case("references", "image", 48, 1)),
+    ("krea2", Case("one length", "image", 4, 3)),
+    ("krea2", Case("references", "image", 4, 3)),
+    ("anima", Case("one length", "image", 11, 3, {"shape": (1, 16, 1, 22, 6)})),
+    ("hunyuan_video", Case("a picture and text by byT5, no CFG", "video", 5, 12)),
+    ("hunyuan_video", Case("original", "video", 4, 9)),
+    ("hunyuan_video", Case("a still picture", "video", 5, 7)),
+    ("minimax_h3", Case("first and last frame", "video", 4, 21)),
+    ("ltx2", Case("text", "video", 60, 1)),
+    ("ltx2", Case("a reference of sound", "video", 60, 1)),
+    ("ltx2", Case("2.3", "video", 60, 1, {"words": (12, 12)})))]  # fmt: skip
+FLUX = CASES[0].values[1]
 
 
 @pytest.fixture(params=[2, 4])
 def devices(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
+    let_comfyui_load_zimage()
     found = [torch.device("cpu"), *(torch.device("cpu", number) for number in range(1, request.param))]
     monkeypatch.setattr(model_management, "get_all_torch_devices",
                         lambda exclude_current=False: found[int(exclude_current):])  # fmt: skip
@@ -49,21 +98,15 @@ def devices(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 two = pytest.mark.parametrize("devices", [2], indirect=True)
 
 
-def sample(model: ModelPatcher, kind: str, cfg: float = 1.0) -> torch.Tensor:
-    _, width, latent = FILES[kind]
-    generator = torch.Generator().manual_seed(7)
-    positive, negative = ([[torch.randn(1, words, width, generator=generator),
-                            {"pooled_output": torch.randn(1, 768, generator=generator)}]] for words in (9, 30))
-    noise = torch.randn(1, *latent, generator=generator)
-    with sampling_node(), torch.inference_mode():
-        return comfy.sample.sample(model, noise, STEPS, cfg, "euler", "simple", positive, negative,
-                                   torch.zeros_like(noise), seed=7, disable_pbar=True)  # fmt: skip
+def sample(model: ModelPatcher, cfg: float = 1.0) -> torch.Tensor:
+    return FLUX.of("flux", cfg=cfg).sample(model)
 
 
 @contextmanager
 def shared(path: Path, devices: int, folder: Path, build: bool = False) -> Iterator[Patched]:
     """A model behind *MultiGPU CFG Split* and its engine."""
-    model = comfy.multigpu.create_multigpu_deepclones(token_networks.load(str(path)), devices)
+    with token_networks.told():
+        model = comfy.multigpu.create_multigpu_deepclones(token_networks.load(str(path)), devices)
     network = NativeNetwork.of_model(model, "a transformer")
     if build:
         order = BuildOrder(network, "float32", profile_of(network), backends()["torch"])
@@ -80,48 +123,52 @@ def tokens_of_calls(monkeypatch: pytest.MonkeyPatch, name: str) -> list[int]:
     found, run = [], LiveSession.run
 
     def listed(self: LiveSession, given: dict[str, torch.Tensor], *rest: Any) -> dict[str, torch.Tensor]:
-        found.append(given[name].shape[1])
+        found.append(given[name].shape[-2])
         return run(self, given, *rest)
 
     monkeypatch.setattr(LiveSession, "run", listed)
     return found
 
 
-@pytest.mark.parametrize("kind", FILES)
+@pytest.mark.parametrize(("kind", "case"), CASES)
 def test_gpus_share_the_tokens_of_a_single_call_and_the_picture_is_natives(
-    kind: str, devices: int, models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kind: str, case: Case, devices: int, models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = models[FILES[kind][0]]
-    expected = sample(token_networks.load(str(path)), kind)
-    name, tokens = {"flux": ("image", 8 * 6), "wan": ("video", 5 * 4 * 3)}[kind]
-    calls = tokens_of_calls(monkeypatch, name)
+    prompt = case.of(kind)
+    path, whole, parts = models[prompt.file], case.units * case.each, case.tokens(devices)
+    expected = prompt.sample(token_networks.load(str(path)))
+    calls = tokens_of_calls(monkeypatch, case.tensor)
     with shared(path, devices, tmp_path) as engine:
         for first in (True, False):
             calls.clear()
-            assert relative_error(sample(engine.model, kind), expected) <= LIMIT
-            tried = [[tokens] * (step < TRIED) for step in range(STEPS)] if first else [[]] * STEPS
-            assert calls == [n for alone in tried for n in (*[tokens // devices] * devices, *alone)]
+            assert relative_error(prompt.sample(engine.model), expected) <= LIMIT
+            tried = [[whole] * (step < TRIED) for step in range(STEPS)] if first else [[]] * STEPS
+            of_steps = [[*parts, *alone] for alone in tried]
+            assert sorted(calls) == sorted(n for step in of_steps for n in step)
             assert f"{devices} GPUs share the tokens of each step" in engine.handle.stats.remark
             assert (engine.handle.stats.engine, engine.handle.stats.native) == (STEPS, 0), "a call, however shared"
 
 
 @COMPILES
 @two
-@pytest.mark.parametrize("kind", ["flux", pytest.param("wan", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("kind", "case"), [
+    pytest.param(kind, case, id=kind, marks=[pytest.mark.slow] * (kind != "flux"))
+    for kind, case in dict(case.values for case in reversed(CASES)).items()])  # fmt: skip
 def test_compiled_blocks_share_tokens_too_however_late_a_gpu_reads_the_others(
-    kind: str, devices: int, models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kind: str, case: Case, devices: int, models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Compiled code writes to its buffers again, whoever reads them."""
-    path, copied = models[FILES[kind][0]], Exchange._copied
+    prompt, copied = case.of(kind), Exchange._copied
+    path = models[prompt.file]
 
     def late(self: Exchange, parts: Any, ready: Any, rank: int, other: int) -> list[torch.Tensor]:
         time.sleep(0.02 * rank)
         return [part.clone() for part in copied(self, parts, ready, rank, other)]
 
     monkeypatch.setattr(Exchange, "_copied", late)
-    expected = sample(token_networks.load(str(path)), kind)
+    expected = prompt.sample(token_networks.load(str(path)))
     with shared(path, devices, tmp_path, build=True) as engine:
-        assert relative_error(sample(engine.model, kind), expected) <= LIMIT
+        assert relative_error(prompt.sample(engine.model), expected) <= LIMIT
         assert engine.handle.session.serving
         assert "2 GPUs share" in engine.handle.stats.remark
 
@@ -130,10 +177,10 @@ def test_compiled_blocks_share_tokens_too_however_late_a_gpu_reads_the_others(
 def test_with_cfg_each_gpu_has_a_whole_call(
     devices: int, models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    expected = sample(token_networks.load(str(models["tiny_flux1_unet"])), "flux", cfg=3.0)
+    expected = sample(token_networks.load(str(models["tiny_flux1_unet"])), 3.0)
     calls = tokens_of_calls(monkeypatch, "image")
     with shared(models["tiny_flux1_unet"], devices, tmp_path) as engine:
-        assert relative_error(sample(engine.model, "flux", cfg=3.0), expected) <= LIMIT
+        assert relative_error(sample(engine.model, 3.0), expected) <= LIMIT
     assert calls == [48] * 2 * STEPS
 
 
@@ -142,7 +189,7 @@ def test_with_cfg_each_gpu_has_a_whole_call(
 def test_a_gpu_that_fails_leaves_the_run_to_one_gpu(
     failing: int, devices: int, models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    expected = sample(token_networks.load(str(models["tiny_flux1_unet"])), "flux")
+    expected = sample(token_networks.load(str(models["tiny_flux1_unet"])))
     with shared(models["tiny_flux1_unet"], devices, tmp_path) as engine:
         gather, broken = Exchange.gather, []
 
@@ -157,11 +204,11 @@ def test_a_gpu_that_fails_leaves_the_run_to_one_gpu(
             return run
 
         monkeypatch.setattr(Exchange, "gather", fails)
-        assert relative_error(sample(engine.model, "flux"), expected) <= LIMIT
+        assert relative_error(sample(engine.model), expected) <= LIMIT
         stats = engine.handle.stats
         assert (stats.engine, stats.native, broken) == (STEPS, 0, [failing])
         assert "One GPU computed each step: RuntimeError: this GPU is gone" in stats.remark
-        assert relative_error(sample(engine.model, "flux"), expected) <= LIMIT
+        assert relative_error(sample(engine.model), expected) <= LIMIT
         assert "2 GPUs share" in engine.handle.stats.remark, "the next run tries again"
 
 
@@ -169,12 +216,12 @@ def test_a_gpu_that_fails_leaves_the_run_to_one_gpu(
 def test_a_wrong_result_of_several_gpus_is_found_before_it_is_used(
     devices: int, models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    expected = sample(token_networks.load(str(models["tiny_flux1_unet"])), "flux")
-    joined = Exchange._joined
-    monkeypatch.setattr(Exchange, "_joined", lambda *given: 1.1 * joined(*given))
+    expected = sample(token_networks.load(str(models["tiny_flux1_unet"])))
+    copied = Exchange._copied
+    monkeypatch.setattr(Exchange, "_copied", lambda *given: [1.1 * part for part in copied(*given)])
     with shared(models["tiny_flux1_unet"], devices, tmp_path) as engine:
         for _ in range(2):
-            assert relative_error(sample(engine.model, "flux"), expected) <= LIMIT
+            assert relative_error(sample(engine.model), expected) <= LIMIT
             assert engine.handle.stats.native == 0
         assert "that of several differ by" in engine.handle.stats.remark
 

@@ -22,7 +22,7 @@ NOT_IN_FILES = {"qwen_image": tiny_transformers.QWEN_IMAGE, "anima": tiny_transf
 
 
 @contextmanager
-def _told() -> Iterator[None]:
+def told() -> Iterator[None]:
     """Add what is in no file to what ComfyUI finds in one, and networks that it lacks."""
     newer_networks.install()
     detect = model_detection.detect_unet_config
@@ -41,11 +41,11 @@ def _told() -> Iterator[None]:
 
 def load_control(path: str) -> comfy.controlnet.ControlNet:
     """The CONTROL_NET of a file as ComfyUI's loader node gives it."""
-    with _told():
+    with told():
         return comfy.controlnet.load_controlnet(path)
 
 
 def load(path: str, dtype: torch.dtype | None = None) -> ModelPatcher:
     """The MODEL of a file as ComfyUI's loader node gives it; ``dtype`` is what its weights are to be."""
-    with _told():
+    with told():
         return comfy.sd.load_diffusion_model(path, model_options={} if dtype is None else {"dtype": dtype})
