@@ -218,11 +218,9 @@ class BackboneRouter(NotCopied):
         return result
 
     def _on_all_gpus(self) -> Run | None:
-        """Return what runs a call on all GPUs, where they share its tokens and have no other call; else None."""
-        copies, session = self._copies.values(), self._handle.session
-        if not (copies and self.shared.alone and session is not None and session.calls_attention):
-            return None
-        if not self._handle.network.shares_tokens:
+        """Return what runs a call on all GPUs, where they have no other call and may share its tokens; else None."""
+        copies = self._copies.values()
+        if not copies or not self.shared.alone or self._handle.session is None:
             return None
         return partial(self.shared.run, self._handle, {copy._handle: copy._base.current_patcher for copy in copies})
 

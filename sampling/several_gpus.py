@@ -18,7 +18,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextvars import Context, copy_context
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -38,6 +38,7 @@ from ..sessions.shared_call import run_shared
 from . import NotCopied
 from .controlnet import EngineControlModel, back_with_engine, chain_of
 from .engine_handle import EngineHandle
+from .report import times
 from .run_context import in_run
 
 if TYPE_CHECKING:
@@ -57,8 +58,11 @@ _copied_companions: weakref.WeakKeyDictionary[torch.nn.Module, dict[torch.device
 
 FURTHEST = {"float32": 1e-3}
 """Precision -> how far a shared call may be from one GPU's, by ``relative_error``; others are rounded more."""
-FURTHEST_ROUNDED, TRIED = 5e-2, 2
-"""So far in half precision; and so many calls are computed in both ways, the last of which is timed."""
+FURTHEST_ROUNDED, TRIED = 5e-2, 3
+"""So far in half precision; and so many calls are computed in both ways, the last of which is timed.
+
+One GPU runs the first call plainly, captures a graph in the second, and replays it in the third.
+"""
 
 SEVERAL_GPUS = Fallback(
     Reason.MODEL_PATCHED,
@@ -122,6 +126,24 @@ def _on(companion: ModelPatcher, device: torch.device) -> ModelPatcher:
     return copies[device][1]
 
 
+@dataclass
+class Trial:
+    """Calls for latents of one size that were computed in both ways: their number, and seconds of the last."""
+
+    calls: int = 0
+    shared: float = 0.0
+    alone: float = 0.0
+
+    @property
+    def is_over(self) -> bool:
+        return self.calls == TRIED
+
+    @property
+    def is_lost(self) -> bool:
+        """True where sharing is not faster."""
+        return self.is_over and self.shared >= self.alone
+
+
 class SharedRun(NotCopied):
     """A run that several GPUs share: its sampling thread's context, lent to the GPUs' threads until it ends.
 
@@ -130,7 +152,7 @@ class SharedRun(NotCopied):
         patches: the model patch of each GPU.
         alone: whether the step has a single call, so that the other GPUs have none.
         unshared: why the tokens of such calls are not shared among the GPUs in this run, or None.
-        never: why they are not in any run, or None.
+        never: why they are not in any run of this model, or None.
     """
 
     def __init__(self) -> None:
@@ -139,7 +161,8 @@ class SharedRun(NotCopied):
         self.alone = False
         self.unshared: str | None = None
         self.never: str | None = None
-        self._tried = 0
+        self._trials: dict[str, Trial] = {}
+        self._trial = Trial()
         self._controls: list[EngineControlModel] = []
         self._devices: list[torch.device] = []
 
@@ -151,6 +174,7 @@ class SharedRun(NotCopied):
         devices = [copy.load_device for copy in model.get_additional_models_with_key(COPIES)]
         if devices:
             self.context, self._devices = copy_context(), [model.load_device, *devices]
+            self._trial = self._trials.setdefault(str(noise_shape), Trial())
             self._controls = list(_engine_controls(conds, devices))
             for control in self._controls:
                 control.run = self.context
@@ -179,13 +203,17 @@ class SharedRun(NotCopied):
         Args:
             others: the handles of the other GPUs, and the patchers that ComfyUI samples with there.
         """
+        trial, several = self._trial, f"{1 + len(others)} GPUs"
+        if trial.is_lost:
+            self.unshared = f"it takes {times(1e3 * trial.alone)}, and {several} {times(1e3 * trial.shared)}"
+        self.unshared = self.unshared or _why_unshared(handle)
         if self.unshared is None and late is None:
             try:
-                if self._tried < TRIED:
-                    shared = self._compared(handle, others, given, extras)
-                else:
-                    shared = _shared(handle, others, given, extras)
-                handle.stats.add_remark(f"{1 + len(others)} GPUs share the tokens of each step")
+                shared = (_shared if trial.is_over else self._compared)(handle, others, given, extras)
+                handle.stats.add_remark(f"{several} share the tokens of each step")
+                if trial.is_over:
+                    took, alone = (times(1e3 * seconds) for seconds in (trial.shared, trial.alone))
+                    handle.stats.add_remark(f"A step takes {took} instead of {alone}")
                 return shared
             except Unavailable as error:
                 self.unshared = error.fallback.detail
@@ -198,23 +226,32 @@ class SharedRun(NotCopied):
         self, handle: EngineHandle, others: Mapping[EngineHandle, ModelPatcher], given: Mapping[str, torch.Tensor],
         extras: Mapping[str, Any] | None,
     ) -> dict[str, torch.Tensor]:  # fmt: skip
-        """Run a call on all GPUs, and on one: Unavailable where the first is wrong, or was no faster at last."""
-        device, precision = handle.network.device, handle.network.precision
-        shared, took = _timed(lambda: _shared(handle, others, given, extras), device)
-        expected, alone = _timed(lambda: handle.session.run(given, extras), device)
-        self._tried += 1
+        """Run a call on all GPUs, and on one: Unavailable where the first is wrong."""
+        device, trial = handle.network.device, self._trial
+        shared, trial.shared = _timed(lambda: _shared(handle, others, given, extras), device)
+        expected, trial.alone = _timed(lambda: handle.session.run(given, extras), device)
+        trial.calls += 1
         error = max(relative_error(shared[name], expected[name]) for name in expected)
-        if not error <= FURTHEST.get(precision, FURTHEST_ROUNDED):
+        if not error <= FURTHEST.get(handle.network.precision, FURTHEST_ROUNDED):
             self.never = f"its result and that of several differ by {error:.1e}; please report this"
-        elif self._tried == TRIED and took >= alone and device.type == "cuda":
-            self.never = f"it takes {1e3 * alone:.0f} ms, and several {1e3 * took:.0f}"
-        if self.never is not None:
             raise Unavailable(Reason.ENGINE_FAILED, self.never)
+        if trial.is_over and not trial.is_lost:
+            handle.session.graphs.clear()  # one GPU's, which hold memory
         return shared
 
     def here(self) -> Context | None:
         """Return the context to make a call in, or None for the caller's own."""
         return in_run(self.context)
+
+
+def _why_unshared(handle: EngineHandle) -> str | None:
+    """Return why GPUs cannot share the tokens of a model's calls, or None."""
+    network = handle.network
+    if getattr(network.architecture(), "shared", None) is None:
+        return "GPUs cannot share the tokens of this model"
+    if not network.shares_tokens:
+        return "GPUs share its tokens if MultiGPU CFG Split stands before the engine node"
+    return None if handle.session.calls_attention else "GPUs share its tokens with the torch backend"
 
 
 def _shared(

@@ -138,6 +138,7 @@ def test_a_model_with_a_patch_is_computed_by_one_gpu_where_the_step_has_a_single
     engine = family.wrapped(split(native), tmp_path, "torch")
     assert relative_error(family.sampled(engine.model, *family.given, **options), expected) <= LIMIT
     assert (engine.handle.stats.engine, engine.handle.stats.native) == (STEPS, 0)
+    assert "GPUs cannot share the tokens of this model" in engine.handle.stats.remark
     assert not engine.handle.session.calls_attention, "its blocks are those of one GPU"
 
 

@@ -5,6 +5,7 @@ The further GPUs are doubles, the CPU under other names. Nothing of this ran on 
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -19,6 +20,7 @@ import torch
 from comfy import model_management
 from comfy.model_patcher import ModelPatcher
 from compiling import COMPILES
+from fake_recorder import Recorder
 from family_contract import Prompt
 from hybrid_trt.architectures.shapes import Dim, TensorSpec
 from hybrid_trt.architectures.shared_tokens import put_together, shares, taken
@@ -29,6 +31,8 @@ from hybrid_trt.engine_builder.build import build_engine
 from hybrid_trt.engine_builder.order import BuildOrder
 from hybrid_trt.engine_library import Library
 from hybrid_trt.engine_library.engine import relative_error
+from hybrid_trt.sampling import several_gpus
+from hybrid_trt.sampling.report import report_text
 from hybrid_trt.sampling.several_gpus import TRIED
 from hybrid_trt.sessions.shared_call import Exchange
 from model_families import FAMILIES
@@ -54,8 +58,8 @@ class Case:
     each: int
     changes: Mapping[str, Any] = field(default_factory=dict)
 
-    def of(self, kind: str, cfg: float = 1.0) -> Prompt:
-        return replace(NAMED[kind].prompts[self.prompt], cfg=cfg, **self.changes)
+    def of(self, kind: str, **changes: Any) -> Prompt:
+        return replace(NAMED[kind].prompts[self.prompt], **{"cfg": 1.0, **self.changes, **changes})
 
     def tokens(self, devices: int) -> list[int]:
         """The tokens of each GPU."""
@@ -89,10 +93,17 @@ FLUX = CASES[0].values[1]
 @pytest.fixture(params=[2, 4])
 def devices(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
     let_comfyui_load_zimage()
+    seconds_are(monkeypatch, 1.39, 2.54)
     found = [torch.device("cpu"), *(torch.device("cpu", number) for number in range(1, request.param))]
     monkeypatch.setattr(model_management, "get_all_torch_devices",
                         lambda exclude_current=False: found[int(exclude_current):])  # fmt: skip
     return request.param
+
+
+def seconds_are(monkeypatch: pytest.MonkeyPatch, shared: float, alone: float) -> None:
+    """Let calls that are computed in both ways seem to take so long; doubles of GPUs are slower than one."""
+    seconds = itertools.cycle((shared, alone))
+    monkeypatch.setattr(several_gpus, "_timed", lambda run, _device: (run(), next(seconds)))
 
 
 two = pytest.mark.parametrize("devices", [2], indirect=True)
@@ -102,12 +113,15 @@ def sample(model: ModelPatcher, cfg: float = 1.0) -> torch.Tensor:
     return FLUX.of("flux", cfg=cfg).sample(model)
 
 
+def split(model: ModelPatcher, devices: int) -> ModelPatcher:
+    with token_networks.told():
+        return comfy.multigpu.create_multigpu_deepclones(model, devices)
+
+
 @contextmanager
 def shared(path: Path, devices: int, folder: Path, build: bool = False) -> Iterator[Patched]:
     """A model behind *MultiGPU CFG Split* and its engine."""
-    with token_networks.told():
-        model = comfy.multigpu.create_multigpu_deepclones(token_networks.load(str(path)), devices)
-    network = NativeNetwork.of_model(model, "a transformer")
+    network = NativeNetwork.of_model(split(token_networks.load(str(path)), devices), "a transformer")
     if build:
         order = BuildOrder(network, "float32", profile_of(network), backends()["torch"])
         build_engine(order, Library([folder]), lambda *_: None)
@@ -224,6 +238,63 @@ def test_a_wrong_result_of_several_gpus_is_found_before_it_is_used(
             assert relative_error(sample(engine.model), expected) <= LIMIT
             assert engine.handle.stats.native == 0
         assert "that of several differ by" in engine.handle.stats.remark
+
+
+@two
+def test_the_report_tells_what_a_step_takes_in_both_ways(
+    devices: int, models: dict[str, Path], tmp_path: Path
+) -> None:
+    with shared(models["tiny_flux1_unet"], devices, tmp_path) as engine:
+        for _ in range(2):
+            sample(engine.model)
+            said = report_text([engine.handle.stats])
+            assert "2 GPUs share the tokens of each step. A step takes 1.4 s instead of 2.5 s." in said
+
+
+@two
+def test_one_gpu_computes_latents_of_a_size_at_which_several_are_not_faster(
+    devices: int, models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    larger = FLUX.of("flux", shape=(1, 16, 16, 18))
+    with shared(models["tiny_flux1_unet"], devices, tmp_path) as engine:
+        seconds_are(monkeypatch, 0.04, 0.02)
+        sample(engine.model)
+        calls = tokens_of_calls(monkeypatch, "image")
+        sample(engine.model)
+        assert calls == [48] * STEPS
+        said = report_text([engine.handle.stats])
+        assert "One GPU computed each step: it takes 20 ms, and 2 GPUs 40 ms." in said
+        assert "share" not in said
+        seconds_are(monkeypatch, 0.4, 0.8)
+        larger.sample(engine.model)
+        assert "A step takes 400 ms instead of 800 ms" in engine.handle.stats.remark
+        sample(engine.model)
+        assert "One GPU computed each step" in engine.handle.stats.remark
+
+
+@two
+def test_one_gpu_has_captured_its_graph_before_its_call_is_timed_and_drops_it(
+    devices: int, models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with shared(models["tiny_flux1_unet"], devices, tmp_path) as engine:
+        session, recorder, found = engine.handle.session, Recorder(), []
+        session.graphs._capture = recorder
+        monkeypatch.setattr(several_gpus, "_timed", lambda run, _device: (
+            run(), found.append((recorder.captured, recorder.replayed)) or 2.0 - len(found) % 2))  # fmt: skip
+        sample(engine.model)
+        of_one_gpu = found[1::2]
+        assert of_one_gpu[-2:] == [(1, 1), (1, 2)], "the last call is a replay alone"
+        assert len(session.graphs) == 0
+
+
+@two
+def test_a_split_behind_the_engine_node_is_told(devices: int, models: dict[str, Path], tmp_path: Path) -> None:
+    path = models["tiny_flux1_unet"]
+    engine = Patched(NativeNetwork.of_model(token_networks.load(str(path)), "flux"), tmp_path, "torch")
+    engine.model = split(engine.model, devices)
+    assert relative_error(sample(engine.model), sample(token_networks.load(str(path)))) <= LIMIT
+    said = "One GPU computed each step: GPUs share its tokens if MultiGPU CFG Split stands before the engine node"
+    assert said in engine.handle.stats.remark
 
 
 def test_shares_of_tensors_are_put_together_as_they_were() -> None:
