@@ -6,6 +6,7 @@ The further GPUs are doubles, the CPU under other names. Nothing of this ran on 
 from __future__ import annotations
 
 import itertools
+import re
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -22,6 +23,7 @@ from comfy.model_patcher import ModelPatcher
 from compiling import COMPILES
 from fake_recorder import Recorder
 from family_contract import Prompt
+from hybrid_trt.architectures import architectures
 from hybrid_trt.architectures.shapes import Dim, TensorSpec
 from hybrid_trt.architectures.shared_tokens import put_together, shares, taken
 from hybrid_trt.backends import backends
@@ -36,6 +38,7 @@ from hybrid_trt.sampling.report import report_text
 from hybrid_trt.sampling.several_gpus import TRIED
 from hybrid_trt.sessions.shared_call import Exchange
 from model_families import FAMILIES
+from pack import ROOT
 from tiny_transformers import let_comfyui_load_zimage
 from token_calls import Patched, profile_of
 
@@ -295,6 +298,13 @@ def test_a_split_behind_the_engine_node_is_told(devices: int, models: dict[str, 
     assert relative_error(sample(engine.model), sample(token_networks.load(str(path)))) <= LIMIT
     said = "One GPU computed each step: GPUs share its tokens if MultiGPU CFG Split stands before the engine node"
     assert said in engine.handle.stats.remark
+
+
+def test_the_page_names_the_families_that_share_tokens() -> None:
+    page = (ROOT / "docs" / "serving.md").read_text(encoding="utf-8")
+    named = re.search(r"These models do so: (.+?)\.\n", page, re.S)[1].replace("\n", "")
+    found = {known.sizes.family for known in architectures().values() if getattr(known, "shared", None) is not None}
+    assert {name.strip() for name in re.split(r",| and ", named)} == found
 
 
 def test_shares_of_tensors_are_put_together_as_they_were() -> None:
