@@ -5,8 +5,10 @@ The further GPUs are doubles, the CPU under other names. Nothing of this ran on 
 
 from __future__ import annotations
 
+import gc
 import itertools
 import re
+import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -298,6 +300,39 @@ def test_a_split_behind_the_engine_node_is_told(devices: int, models: dict[str, 
     assert relative_error(sample(engine.model), sample(token_networks.load(str(path)))) <= LIMIT
     said = "One GPU computed each step: GPUs share its tokens if MultiGPU CFG Split stands before the engine node"
     assert said in engine.handle.stats.remark
+
+
+def alive() -> dict[str, int]:
+    """Numbers of things that would grow if a prompt left something behind."""
+    gc.collect()
+    tensors = [found for found in gc.get_objects() if issubclass(type(found), torch.Tensor)]
+    storages = {found.untyped_storage().data_ptr(): found.untyped_storage().nbytes() for found in tensors}
+    return {"tensors": len(tensors), "bytes": sum(storages.values()), "threads": threading.active_count(),
+            "loaded models": len(model_management.loaded_models())}  # fmt: skip
+
+
+@two
+@pytest.mark.parametrize("prompts", [10, pytest.param(50, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("anew", [False, True], ids=["kept", "split anew"])
+def test_prompts_that_change_between_one_and_two_gpus_leave_nothing_behind(
+    prompts: int, anew: bool, devices: int, models: dict[str, Path], tmp_path: Path
+) -> None:
+    model = token_networks.load(str(models["tiny_flux1_unet"]))
+    expected, seen = sample(model), []
+    one = Patched(NativeNetwork.of_model(model, "flux"), tmp_path, "torch")
+    several = None
+    for number in range(prompts):
+        if number % 2 == 0:
+            assert relative_error(sample(one.model), expected) <= LIMIT
+            assert "GPU" not in one.handle.stats.remark
+        else:
+            if several is None or anew:
+                several = Patched(NativeNetwork.of_model(split(model, devices), "flux"), tmp_path, "torch")
+            assert relative_error(sample(several.model), expected) <= LIMIT
+            assert "2 GPUs share" in several.handle.stats.remark
+            seen.append(alive())
+    assert seen[-1] == seen[2]
+    several.model.set_additional_models("multigpu", [])
 
 
 def test_the_page_names_the_families_that_share_tokens() -> None:
