@@ -23,12 +23,14 @@ class SharedTokens:
         front, back: numbers of tokens that attention has before the picture's and behind them, as the prompt's. All
             GPUs compute these. ``front`` is None where a call does not tell it, and all attention is the picture's.
         alone: whether some layers attend to the picture's tokens alone, although there are others beside them.
+        masked: a size that is 0 in calls without a mask in attention, if the family has masks. Others are not shared.
     """
 
     symbol: str
     front: tuple[Dim, ...] | None = ()
     back: tuple[Dim, ...] = ()
     alone: bool = False
+    masked: str = ""
 
     def beside(self, sizes: Mapping[str, int]) -> tuple[int | None, set[int]]:
         """Return the tokens before the picture's in a call, and numbers of tokens beside it in its attention."""

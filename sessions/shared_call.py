@@ -112,11 +112,14 @@ def run_shared(
         whole = bind(inputs, {name: tuple(tensor.shape) for name, tensor in given.items()})
     except ShapeMismatch as error:
         raise Unavailable(Reason.UNSUPPORTED_INPUT, str(error)) from None
+    if whole.get(shared.masked):
+        kind = architecture.symbols[shared.masked].word
+        raise Unavailable(Reason.UNSUPPORTED_INPUT, f"attention has a mask for its {kind}")
     each = [{**whole, shared.symbol: size} for _, size in shares(whole[shared.symbol], len(sessions))]
     own, (front, beside) = [shared.tokens(outputs, sizes) for sizes in each], shared.beside(whole)
     others = {size for symbol, size in whole.items() if symbol not in (shared.symbol, architecture.batch)}
     if not all(own) or others & {count + more for count in own for more in beside}:
-        raise Unavailable(Reason.UNSUPPORTED_INPUT, "its tokens are too few to be shared")
+        raise Unavailable(Reason.UNSUPPORTED_INPUT, "a GPU's share would be empty, or as long as its prompt or sound")
     exchange = Exchange(devices, own, front, beside)
     inference = torch.is_inference_mode_enabled()
 

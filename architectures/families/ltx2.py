@@ -39,7 +39,7 @@ class LTX2(ImageTokenSizes):
     role = Role.BACKBONE
     arguments = ("x", "timestep", "context", "attention_mask", "frame_rate", "transformer_options", "keyframe_idxs",
                  "denoise_mask")  # fmt: skip
-    shared = SharedTokens("N")
+    shared = SharedTokens("N", masked="G")
     pixels = 32
     patch = 1
     usual_prompt = 1024

@@ -22,9 +22,10 @@ import token_networks
 import torch
 from comfy import model_management
 from comfy.model_patcher import ModelPatcher
+from comfy.nested_tensor import NestedTensor
 from compiling import COMPILES
 from fake_recorder import Recorder
-from family_contract import Prompt
+from family_contract import Prompt, drawing
 from hybrid_trt.architectures import architectures
 from hybrid_trt.architectures.shapes import Dim, TensorSpec
 from hybrid_trt.architectures.shared_tokens import put_together, shares, taken
@@ -39,7 +40,7 @@ from hybrid_trt.sampling import several_gpus
 from hybrid_trt.sampling.report import report_text
 from hybrid_trt.sampling.several_gpus import TRIED
 from hybrid_trt.sessions.shared_call import Exchange
-from model_families import FAMILIES
+from model_families import FAMILIES, ltx2
 from pack import ROOT
 from tiny_transformers import let_comfyui_load_zimage
 from token_calls import Patched, profile_of
@@ -201,6 +202,36 @@ def test_with_cfg_each_gpu_has_a_whole_call(
     with shared(models["tiny_flux1_unet"], devices, tmp_path) as engine:
         assert relative_error(sample(engine.model, 3.0), expected) <= LIMIT
     assert calls == [48] * 2 * STEPS
+
+
+@two
+def test_a_call_with_a_mask_in_attention_is_computed_by_one_gpu(
+    devices: int, models: dict[str, Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    weighted = ltx2.guides(0.7)(drawing(7), (3, 4, 5))
+    prompt = replace(NAMED["ltx2"].prompts["text"], cfg=1.0, entries=lambda _: {
+        "keyframe_idxs": weighted["keyframe_idxs"],
+        "guide_attention_entries": weighted["guide_attention_entries"]})  # fmt: skip
+    path, mask = models[prompt.file], NestedTensor((weighted["denoise_mask"], torch.ones(1, 1, 5, 1)))
+    expected = prompt.sample(token_networks.load(str(path)), noise_mask=mask)
+    with shared(path, devices, tmp_path) as engine:
+        assert relative_error(prompt.sample(engine.model, noise_mask=mask), expected) <= LIMIT
+        stats = engine.handle.stats
+        assert (stats.engine, stats.native) == (STEPS, 0), stats.details
+        assert "One GPU computed each step: attention has a mask for its guide tokens" in stats.remark
+        assert "Traceback" not in caplog.text
+
+
+@two
+def test_a_share_that_is_as_long_as_the_prompt_is_computed_by_one_gpu(
+    devices: int, models: dict[str, Path], tmp_path: Path
+) -> None:
+    """Attention of the picture and to the prompt could not be told apart."""
+    prompt = replace(NAMED["ltx2"].prompts["text"], cfg=1.0, words=(30, 30))
+    expected = prompt.sample(token_networks.load(str(models[prompt.file])))
+    with shared(models[prompt.file], devices, tmp_path) as engine:
+        assert relative_error(prompt.sample(engine.model), expected) <= LIMIT
+        assert "One GPU computed each step: a GPU's share would be empty" in engine.handle.stats.remark
 
 
 @two
