@@ -42,7 +42,7 @@ def gathers() -> bool:
 
 @contextmanager
 def gathering(gather: Gather | None) -> Iterator[None]:
-    """Let attention inside have keys and values of all GPUs that share a call; None, as for prompts: its own."""
+    """Let attention inside have keys and values of all GPUs that share a call, or without ``gather`` its own."""
     token = _gather.set(gather)
     try:
         yield

@@ -79,8 +79,9 @@ class NativeNetwork:
         base = cls(model, module, UNET_PREFIX, _compute_dtype(model), label, Role.BACKBONE)
         found = base._absorbed(model.model_options.get("transformer_options", {}).get("patches", {}))
         if found is None:
-            shares = getattr(architecture_of(module, Role.BACKBONE), "shared", None) is not None
-            return replace(base, shares_tokens=shares and _on_several_gpus(model))
+            several = _on_several_gpus(model)
+            shared = getattr(architecture_of(module, Role.BACKBONE), "shared", None) if several else None
+            return replace(base, shares_tokens=shared is not None)
         kind, patcher = found[0], companion_of(found[1])
         own = replace(base, patcher=patcher, module=patcher.model, prefix="", label=f"{label} ({kind.node})")
         return replace(base, module=_together(model.model, patcher), companion=own, absorbs=kind)

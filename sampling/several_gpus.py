@@ -210,10 +210,11 @@ class SharedRun(NotCopied):
         if self.unshared is None and late is None:
             try:
                 shared = (_shared if trial.is_over else self._compared)(handle, others, given, extras)
-                handle.stats.add_remark(f"{several} share the tokens of each step")
-                if trial.is_over:
+                said = f"The first {TRIED} steps are computed by {several} and by one, to compare both"
+                if trial.is_over and not trial.is_lost:
                     took, alone = (times(1e3 * seconds) for seconds in (trial.shared, trial.alone))
-                    handle.stats.add_remark(f"A step takes {took} instead of {alone}")
+                    said = f"{several} share the tokens of each step: {took} instead of {alone}"
+                handle.stats.add_remark(said)
                 return shared
             except Unavailable as error:
                 self.unshared = error.fallback.detail

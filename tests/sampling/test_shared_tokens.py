@@ -284,7 +284,7 @@ def test_the_report_tells_what_a_step_takes_in_both_ways(
         for _ in range(2):
             sample(engine.model)
             said = report_text([engine.handle.stats])
-            assert "2 GPUs share the tokens of each step. A step takes 1.4 s instead of 2.5 s." in said
+            assert "2 GPUs share the tokens of each step: 1.4 s instead of 2.5 s." in said
 
 
 @two
@@ -295,6 +295,8 @@ def test_one_gpu_computes_latents_of_a_size_at_which_several_are_not_faster(
     with shared(models["tiny_flux1_unet"], devices, tmp_path) as engine:
         seconds_are(monkeypatch, 0.04, 0.02)
         sample(engine.model)
+        assert "The first 3 steps are computed by 2 GPUs and by one" in engine.handle.stats.remark
+        assert "share" not in engine.handle.stats.remark
         calls = tokens_of_calls(monkeypatch, "image")
         sample(engine.model)
         assert calls == [48] * STEPS
@@ -303,7 +305,7 @@ def test_one_gpu_computes_latents_of_a_size_at_which_several_are_not_faster(
         assert "share" not in said
         seconds_are(monkeypatch, 0.4, 0.8)
         larger.sample(engine.model)
-        assert "A step takes 400 ms instead of 800 ms" in engine.handle.stats.remark
+        assert "share the tokens of each step: 400 ms instead of 800 ms" in engine.handle.stats.remark
         sample(engine.model)
         assert "One GPU computed each step" in engine.handle.stats.remark
 
