@@ -48,14 +48,16 @@ BUILD_SECONDS = 300
 class Bench:
     """A case's files, and its prompts in one way."""
 
-    def __init__(self, name: str, options: argparse.Namespace):
+    def __init__(self, name: str, options: argparse.Namespace, made: bool = False):
+        """Take a case of large_models.py; its files are written unless another process has made them."""
         case = large_models.CASES[name]
         self.name, self.options, self.base = name, options, options.base
         self.case = replace(case, side=128, height=0, width=case.tiny_width) if options.tiny else case
         self.size = (self.case.side, self.case.height or self.case.side)
         self.other = (96, 160) if options.tiny else OTHER[case.side]
         self.stock: dict[str, Any] = {}
-        self._make_files()
+        if not made:
+            self._make_files()
 
     def _make_files(self) -> None:
         for folder in ("diffusion_models", "loras"):
@@ -94,7 +96,7 @@ class Bench:
             model = ["compile", 0]
         elif way != "stock":
             given = {} if way == "default" else {"when_missing": "build now"}
-            given |= {"backend": "torch"} if self.options.tiny else {}
+            given |= {"backend": "torch"} if self.options.tiny and not getattr(self.options, "my_card", 0) else {}
             made["accelerate"] = node("TRTAccelerate", model=model, **{**self._placed(comfy), **given})
             made["report"] = node("TRTReport", after=["sampler", 0])
             model = ["accelerate", 0]
@@ -180,17 +182,23 @@ def prepare(options: argparse.Namespace) -> list[str]:
     options.comfyui, options.base, options.logs = (p.resolve() for p in (options.comfyui, options.base, options.out))
     options.logs = options.logs.parent
     arguments, sys.argv = sys.argv[1:], sys.argv[:1]
+    let_comfyui_be_imported(options)
+    os.environ.setdefault("PYTHONPYCACHEPREFIX", str(options.base / "python_cache"))  # as an installation has it
+    return arguments
+
+
+def let_comfyui_be_imported(options: argparse.Namespace) -> None:
+    """Put ComfyUI on this process's path, for tiny models on a CPU."""
     sys.path.append(str(options.comfyui))
     if options.tiny:
         tiny_models.import_comfy_on_cpu()
-    os.environ.setdefault("PYTHONPYCACHEPREFIX", str(options.base / "python_cache"))  # as an installation has it
-    return arguments
 
 
 def about(script: str, arguments: list[str]) -> dict[str, Any]:
     """Return what a result file says of the machine and the command."""
     return {"gpu": torch.cuda.get_device_name(0) if torch.cuda.is_available() else "a CPU", "torch": torch.__version__,
-            "cpu_cores": len(os.sched_getaffinity(0)), "date": datetime.now(timezone.utc).date().isoformat(),
+            "cpu_cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+             "date": datetime.now(timezone.utc).date().isoformat(),
             "command": " ".join(["python", f"benchmarks/{script}", *arguments])}  # fmt: skip
 
 

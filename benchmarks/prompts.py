@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import statistics
 import sys
 import time
@@ -157,9 +158,19 @@ def prepared(base: Path) -> Path:
     nodes = base / "custom_nodes"
     nodes.mkdir(parents=True, exist_ok=True)
     for name, target in (("hybrid-trt", models.ROOT), ("comfy_test_nodes", models.ROOT / "tests" / "comfy_test_nodes")):
-        if not (nodes / name).is_symlink():
-            (nodes / name).symlink_to(target, target_is_directory=True)
+        if not os.path.lexists(nodes / name):
+            link(nodes / name, target)
     return page
+
+
+def link(place: Path, target: Path) -> None:
+    """Let a folder be found at another place. Windows lets everybody make junctions, but not symbolic links."""
+    if os.name == "nt":
+        import _winapi
+
+        _winapi.CreateJunction(str(target), str(place))
+    else:
+        place.symlink_to(target, target_is_directory=True)
 
 
 def run(comfyui: Path, base: Path, out: Path, control_counts: list[int], modes: list[str]) -> list[dict[str, Any]]:

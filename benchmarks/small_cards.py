@@ -6,6 +6,11 @@ Another process takes the GPU's memory but for so many GB, so a large card stand
 Each way (*stock* nodes, and TRT Accelerate with *build first*) has a server of its own, with default flags or
 ``--flags``. ``--changing`` queues so many short prompts in one server instead: the models of all cases by turns, two
 sizes, a LoRA put in and out.
+
+    python benchmarks/small_cards.py --my-card --comfyui ~/ComfyUI
+
+This measures your own card as it is, of 8 GB or more, in about five minutes, and prints a table. Nothing is downloaded;
+models with random weights lie in ``build`` for so long (7 GB).
 """
 
 from __future__ import annotations
@@ -19,7 +24,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
+from multiprocessing import get_context
 from pathlib import Path
 from threading import Timer
 from typing import Any
@@ -55,6 +62,12 @@ for line in sys.stdin:
     torch.cuda.empty_cache()
 """
 RUNS = 3
+MY_CARD = {"zimage_1024_fp8": "Z-Image fp8, 1024 px, 8 steps", "sdxl_1024": "SDXL, 1024 px, 20 steps at cfg 1"}
+"""Cases of ``--my-card`` in words, quick builds first."""
+NEEDS = {"GPU memory": 5, "main memory": 10, "disk space": 9}
+"""Free gigabytes that these need."""
+NEXT_WITHIN = 150.0
+"""Seconds after which no further model begins: so a slow card takes five minutes too."""
 
 
 @contextmanager
@@ -89,7 +102,7 @@ def link_gb_s() -> float:
 def private_bytes(process: int) -> int:
     """Main memory that a process has for itself: without pages of files, which the system may drop."""
     memory = psutil.Process(process).memory_info()
-    return memory.rss - memory.shared
+    return memory.rss - getattr(memory, "shared", 0)  # Windows does not tell
 
 
 def taken(bench: Bench, way: str, comfy: ComfyProcess, other: subprocess.Popen[str], seconds: float) -> dict[str, Any]:
@@ -129,7 +142,7 @@ def run(bench: Bench, way: str, free_gb: float, other: subprocess.Popen[str] | N
             ("lora_timed", 28, bench.size, 0.5, 2), ("lora_warm", 31, bench.size, 0.5, RUNS),
             ("last", 40, bench.size, 0.0, RUNS)]  # fmt: skip
     plan = [asked for asked in plan if asked[0] in (bench.options.prompts or asked)]
-    memory = contextlib.nullcontext() if bench.options.tiny else PeakMemory()
+    memory = PeakMemory() if other else contextlib.nullcontext()
     with bench._server(f"{way}_{free_gb:g}") as comfy, memory:
         for label, seed, size, lora, count in plan:
             if label == "last" and other:
@@ -146,6 +159,7 @@ def run(bench: Bench, way: str, free_gb: float, other: subprocess.Popen[str] | N
                 report = ended[-1].output("report", "report")[0]
                 row[f"{label}_ran"] = [(one["backend"], one["engine"], one["native"]) for one in report["rows"]]
                 row["said"] = list(filter(None, (one.get("remark") for one in report["rows"]))) or row.get("said", [])
+                row["reasons"] = [reason for one in report["rows"] for reason in one["reasons"]]
         row["private_memory_gb"] = round(private_bytes(comfy.pid) / 1e9, 2)
         row.setdefault("peak_mb", getattr(memory, "peak", None))
     row["step"] = round(row["warm"] / STEPS[bench.case.network], 4)
@@ -178,12 +192,83 @@ def changing(benches: list[Bench], way: str, free_gb: float) -> dict[str, Any]:
     return row
 
 
+def this_machine(base: Path) -> tuple[dict[str, Any], dict[str, float]]:
+    """Return what a result file says of this machine, and its free gigabytes of what NEEDS names."""
+    free = {"GPU memory": torch.cuda.mem_get_info()[0] if torch.cuda.is_available() else 0.0,
+            "main memory": psutil.virtual_memory().available, "disk space": shutil.disk_usage(base).free}  # fmt: skip
+    return first_minutes.about("small_cards.py", ["--my-card"]), {what: size / 1e9 for what, size in free.items()}
+
+
+def lacking(free: dict[str, float]) -> str:
+    """Return what a machine has too little of, or nothing."""
+    return ", ".join(f"{free[what]:.1f} GB of {what} are free and {least} are needed"
+                     for what, least in NEEDS.items() if free[what] < least)  # fmt: skip
+
+
+def make_files(name: str, options: argparse.Namespace) -> None:
+    """Write a case's files."""
+    first_minutes.let_comfyui_be_imported(options)
+    Bench(name, options)
+
+
+def elsewhere(call: Any, *arguments: Any) -> Any:
+    """Return a call's result from a process of its own, so that this one holds none of the GPU's memory."""
+    with ProcessPoolExecutor(1, get_context("spawn")) as pool:
+        return pool.submit(call, *arguments).result()
+
+
+def table_row(words: str, native: dict[str, Any], engine: dict[str, Any]) -> str:
+    """Return a row of the table: seconds of a warm prompt without and with engines, or why none ran."""
+    if not any(calls for _, calls, _ in engine["warm_ran"]):
+        return f"| {words} | {native['warm']:.2f} s | not accelerated: {', '.join(engine['reasons'])} | | |"
+    return (f"| {words} | {native['warm']:.2f} s | {engine['warm']:.2f} s | {native['warm'] / engine['warm']:.2f}x | "
+            f"{engine['warm_rel_err']:.1%} |")  # fmt: skip
+
+
+def measured(options: argparse.Namespace) -> list[str]:
+    """Measure the cases on this card as it is, and keep all figures in a file; return a table."""
+    began, rows = time.monotonic(), []
+    meta, free = elsewhere(this_machine, options.base)
+    if not options.tiny and (short := lacking(free)):
+        raise SystemExit(f"Too small for these models: {short}. Close other programs, ComfyUI too.")
+    print(f"{meta['gpu']}, {free['GPU memory']:.1f} GB free\n", flush=True)
+    table = ["| model | normal | with engines | faster | latents differ by |", "|---" * 5 + "|"]
+    for name in options.cases:
+        words = MY_CARD.get(name, name)
+        if rows and time.monotonic() - began > NEXT_WITHIN:
+            print(f"{words}: left out for time; --cases {name} measures it", flush=True)
+            continue
+        print(f"{words}: makes weights, runs {2 * (1 + RUNS)} prompts and builds ...", flush=True)
+        try:
+            elsewhere(make_files, name, options)
+            bench = Bench(name, options, made=True)
+            rows += (run(bench, way, round(free["GPU memory"], 1), None) for way in ("stock", "build first"))
+        except (AssertionError, RuntimeError, OSError) as failed:
+            print(f"{words}: {failed}\n{options.logs} has the server's logs.", flush=True)
+            continue
+        bench.remove()
+        table += [table_row(words, *rows[-2:])]
+        options.out.write_text(json.dumps({"meta": meta, "rows": rows}, indent=1) + "\n", encoding="utf-8")
+    return table
+
+
+def my_card(options: argparse.Namespace) -> None:
+    """Measure this card with models that are deleted in the end, and print the table."""
+    options.base.mkdir(parents=True, exist_ok=True)
+    try:
+        table = measured(options)
+    finally:
+        shutil.rmtree(options.base, ignore_errors=True)
+    print("\n".join(["", *table, "", f"{options.out} has all figures."]))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--comfyui", type=Path, required=True)
-    parser.add_argument("--base", type=Path, required=True, help="where models and outputs go")
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--cases", nargs="+", default=["zimage_1024"], help="of large_models.py")
+    parser.add_argument("--my-card", action="store_true", help="measure this card in five minutes")
+    parser.add_argument("--base", type=Path, help="where models and outputs go")
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--cases", nargs="+", help="of large_models.py, by default zimage_1024")
     parser.add_argument("--free", nargs="+", type=float, default=[8, 12], help="GB")
     parser.add_argument("--ways", nargs="+", default=["stock", "build first"])
     parser.add_argument("--taken", type=int, default=10, help="prompts during which another process takes memory")
@@ -192,6 +277,15 @@ def main() -> None:
     parser.add_argument("--flags", nargs="+", default=[], help="of the servers, without their dashes: novram")
     parser.add_argument("--tiny", action="store_true")
     options = parser.parse_args()
+    if options.my_card:
+        build = options.base or Path(__file__).resolve().parent.parent / "build"
+        options.base, options.out = build / "my_card", options.out or build / "my_card.json"
+        options.prompts, options.cases = ["first", "warm"], options.cases or list(MY_CARD)
+        first_minutes.prepare(options)
+        return my_card(options)
+    if not options.base or not options.out:
+        parser.error("--base and --out are needed")
+    options.cases = options.cases or ["zimage_1024"]
     arguments = first_minutes.prepare(options)
     meta = first_minutes.about("small_cards.py", arguments) | ({} if options.tiny else {"link_gb_s": link_gb_s()})
     rows = []

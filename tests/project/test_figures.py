@@ -70,7 +70,9 @@ COLUMNS: dict[str, str] = {
 
 UNHELD = {
     "limits and needs, which the code or a card sets": (
-        "1e-5", "8 to 24 GB", "with 16 GB and of Krea 2 with 12 GB are of", "24 GB, 20 GB of disk and 10 minutes",
+        "1e-5", "8 to 24 GB", "with 16 GB and of Krea 2 with 12 GB are of", "card of 8 GB or more",
+        "are 5 GB of free GPU memory, 10 GB of main memory and 9 GB of disk",
+        "24 GB, 20 GB of disk and 10 minutes",
         "6 GB of downloads", "every 5 seconds", "40 seconds", "above 32 MB", "after 20 seconds", "within 0.1 s",
         "30 seconds",
         "`torch` 1 GB", "may be 1.2 times as far", "by more than 1 %", "about 1 GB",
