@@ -191,7 +191,7 @@ def tables(data: dict[str, Any]) -> str:
     parts += [f"| {reason} | {len(own)} |" for reason, own in sorted(reasons.items())]
     moved = [row for row in rows if limit(row) > FLOOR]
     if moved:
-        parts += ["", "| limit above 1e-5 | backend | error | native's own change |", "|---" * 4 + "|"]
+        parts += ["", "| limit above 1e-5 | backend | error | the normal model's own change |", "|---" * 4 + "|"]
     parts += [f"| {row['model']}, {row['case']} | {row['backend']} | {row['rel_err']:.1e} | "
               f"{row['native_change']:.1e} |" for row in moved]
     return "\n".join(parts) + "\n"

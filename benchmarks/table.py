@@ -72,8 +72,8 @@ def for_page(data: dict[str, Any]) -> str:
     """Return the rows of docs/performance.md, and the machine that they were measured on."""
     meta, rows = data["meta"], {name(row): row for row in data["rows"]}
     said = (f"Milliseconds on an {meta['gpu']}, torch {meta['torch']}, ComfyUI {meta['comfyui']}. Half precision, one "
-            "image with CFG (batch 2), random weights, medians. Native and engine were measured in one run. Networks "
-            "and steps are measured with `--disable-dynamic-vram`, which is the normal model's faster way.")
+            "image with CFG (batch 2), random weights, medians. Normal model and engine were measured in one run. "
+            "Networks and steps are measured with `--disable-dynamic-vram`, which is the normal model's faster way.")
     lines = [*textwrap.wrap(said, 118, break_on_hyphens=False), "",
              "| measured | normal | CUDA graph, no build | `torch` engine | faster than normal | than the graph | "
              "relative error |", "|---" * 7 + "|"]

@@ -189,7 +189,7 @@ class NativeNetwork:
         architecture = self.architecture()
         for part in self.parts:
             if (name := unknown_preference(part.module, part.patcher, part.prefix)) is not None:
-                raise Unavailable(Reason.MODEL_PATCHED, f"its layers prefer the attention {name}")
+                raise Unavailable(Reason.MODEL_PATCHED, f"attention by {name}")
         return architecture
 
     def architecture(self) -> Architecture:

@@ -54,7 +54,7 @@ def unet_engine() -> io.Schema:
     return node_schema(
         node_id=node_names.UNET_ENGINE,
         display_name="TRT UNet Engine",
-        description="Finds the compiled engine for this model's UNet in models/trt_engines, or builds it. LoRAs "
+        description="Finds the compiled engine for this model in models/trt_engines, or builds it. LoRAs "
         "before this node are built into the engine. Wire the engine into TRT Sampler Patch.",
         search_aliases=["tensorrt unet", "compile unet", "trt model"],
         inputs=[io.Model.Input("model"), *_settings()],
@@ -80,8 +80,8 @@ def vae_engine() -> io.Schema:
     return node_schema(
         node_id=node_names.VAE_ENGINE,
         display_name="TRT VAE Engine",
-        description="Decodes and encodes pictures on compiled engines. Wire it behind the loader of the VAE; the "
-        "output works in all of ComfyUI's VAE nodes. Videos and sound are decoded at normal speed.",
+        description="Decodes and encodes pictures and videos on compiled engines. Wire it behind the loader of the "
+        "VAE; the output works in all of ComfyUI's VAE nodes. Sound is decoded at normal speed.",
         search_aliases=["tensorrt vae", "compile vae", "fast vae decode"],
         inputs=[io.Vae.Input("vae"), *(setting for setting in _settings() if setting.id in VAE_SETTINGS)],
         outputs=[io.Vae.Output("vae_out", display_name="vae")],

@@ -27,7 +27,7 @@ def export(task: Task, progress: Progress) -> dict:
     The task has the network (see ``task``), ``limit``, and the sizes that are ``traced`` and ``compared``. It may have
     the task of ``build`` in ``then``: that is done in the same process, and its result is in ``built``.
     """
-    progress("starting the exporter", 0.0)
+    progress("preparing the export", 0.0)
     import_comfyui(task["comfyui"])
     from .parity import check_parity
 

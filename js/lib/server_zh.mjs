@@ -93,7 +93,7 @@ const SENTENCES = [
     ["the normal model gives values that are no numbers (NaN) too", "普通模型给出的值也不是数字（NaN）"], ["see what ComfyUI's own nodes give with this model, precision and prompt", "请查看 ComfyUI 自带节点以此模型、精度和提示词给出的结果"],
     [" is outside the engine's ", "超出引擎的 "], ["TRT UNet Engine is bypassed, muted or not connected", "“TRT UNet 引擎”被绕过、静音或未连接"],
     // what a build does
-    ["waiting for other builds", "等待其他构建"], ["checking the engine's files", "检查引擎文件"], ["reading weights", "读取权重"], ["starting the exporter", "启动导出"], [/\bexporting\b/, "导出"], ["starting the compiler", "启动编译"],
+    ["waiting for other builds", "等待其他构建"], ["checking the engine's files", "检查引擎文件"], ["reading weights", "读取权重"], ["preparing the export", "准备导出"], [/\bexporting\b/, "导出"], ["starting the compiler", "启动编译"],
     ["reading the graph", "读取计算图"], [/\bcompiling\b/, "编译"], ["timing the normal model", "测量普通模型"], ["running the normal model", "运行普通模型"],
     ["comparing with the normal model", "与普通模型比较"], ["comparing {} with the normal model", "与普通模型比较（$1）"], [/^saving\b/i, "保存"], [/^starting\b/, "正在启动"], ["waiting for the running prompt", "等待正在运行的任务"], ["waiting for memory", "等待内存"], ["finding the kinds of blocks", "查找块的种类"], [/^building with (\w+)/i, "用 $1 构建"],
     [/Left as they were, because it is not clear where they lead: (.+)\./, "以下内容无法确定去向，保持原样：$1。"], ["filters of nodes", "以下节点的筛选条件："],

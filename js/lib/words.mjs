@@ -37,9 +37,10 @@ export function duration(seconds) {
     return whole < 60 ? `${whole} s` : `${Math.floor(whole / 60)} min ${whole % 60} s`;
 }
 
-/** A relative error with two digits. */
+/** A relative error as a share, with two digits. */
 export function error(value) {
-    return typeof value === "number" ? value.toExponential(1) : "?";
+    if (typeof value !== "number") return "?";
+    return value < 1e-5 ? "< 0.001 %" : `${Number((100 * value).toPrecision(2))} %`;
 }
 
 /** An engine's relative error, beside the normal model's own where that is known. */

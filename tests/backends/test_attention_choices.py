@@ -253,7 +253,7 @@ def test_a_preference_that_nobody_knows_is_natives(
     assert error(reference, exact) > 1e-5
     assert error(patched.sample(), reference) <= LIMIT
     assert patched.counts == (0, STEPS)
-    assert detail(patched) == "changed by another node: its layers prefer the attention test_attention_choices.sol"
+    assert detail(patched) == "changed by another node: attention by test_attention_choices.sol"
 
 
 def with_config(model: Any, function: Callable) -> Any:

@@ -94,7 +94,7 @@ def test_a_build_in_the_background_can_be_cancelled_and_stays_so(comfy: ComfyPro
 @pytest.mark.fault("a prompt is interrupted while it waits for its build", see="the build ends promptly")
 def test_interrupting_a_prompt_that_waits_for_its_build_cancels_the_build(comfy: ComfyProcess) -> None:
     number = comfy.submit(prompt(OTHER.but(settings=BUILD_NOW), engines=True, name="interrupted"))
-    assert until(lambda: running(comfy, "starting the exporter"), 60)
+    assert until(lambda: running(comfy, "preparing the export"), 60)
     processes = children(comfy.pid)
     began = time.monotonic()
     comfy.interrupt(number)
@@ -111,7 +111,7 @@ def test_interrupting_a_prompt_that_waits_for_its_build_cancels_the_build(comfy:
 def test_a_prompt_that_builds_first_runs_native_after_a_cancel_and_the_next_one_builds(comfy: ComfyProcess) -> None:
     graph = prompt(OTHER.but(settings=BUILD_NOW), engines=True, name="anew")
     number = comfy.submit(graph)
-    assert until(lambda: running(comfy, "starting the exporter"), 60)
+    assert until(lambda: running(comfy, "preparing the export"), 60)
     (job,) = running(comfy)
     assert comfy.post(f"/hybrid_trt/builds/{job['id']}/cancel", headers={"X-Hybrid-TRT": "1"})["cancelled"]
     cancelled = comfy.wait(number, timeout=60)
@@ -132,7 +132,7 @@ def test_a_prompt_runs_native_while_another_machine_builds_its_engine_and_builds
 ) -> None:
     graph = prompt(OTHER.but(settings=BUILD_NOW | {"max_size": 320}), engines=True, name="elsewhere")
     number = comfy.submit(graph)
-    assert until(lambda: running(comfy, "starting the exporter"), 60)
+    assert until(lambda: running(comfy, "preparing the export"), 60)
     library = comfy.base / "models" / "trt_engines"
     (lock,) = (path.name for path in library.glob(".*.lock") if not path.name.startswith(".building-"))
     comfy.interrupt(number)
@@ -151,7 +151,7 @@ def test_a_prompt_runs_native_while_another_machine_builds_its_engine_and_builds
         assert not running(comfy)
         other.ask("give")
         number = comfy.submit(graph)
-        assert until(lambda: running(comfy, "starting the exporter"), 60), "the next press of Run builds it"
+        assert until(lambda: running(comfy, "preparing the export"), 60), "the next press of Run builds it"
         comfy.interrupt(number)
         assert comfy.wait(number, timeout=60).status == "interrupted"
     finally:

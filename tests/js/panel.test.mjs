@@ -38,8 +38,8 @@ test("an engine is two lines, and a damaged one says what to do and keeps the re
     assert.match(deleteQuestion([{ ...LIST[1], changes: "LoRA style x 0.8" }]).text, /LoRA style x 0.8, 64-512 px/);
     assert.match(row.meta, /^✓ Ready · 1.0 GB · used /);
     assert.match(engineRow(LIST[1], "sortDate").meta, / · built /);
-    assert.ok(row.details.some((line) => line.includes("1.0e-6")) && row.details.some((line) => line.startsWith("last used ")));
-    assert.ok(engineRow({ ...LIST[1], rel_err: 1e-3, native_rel_err: 2e-3 }).details.includes("error 1.0e-3, the normal model's own 2.0e-3"));
+    assert.ok(row.details.some((line) => line.includes("differs by < 0.001 %")) && row.details.some((line) => line.startsWith("last used ")));
+    assert.ok(engineRow({ ...LIST[1], rel_err: 1e-3, native_rel_err: 2e-3 }).details.includes("differs by 0.1 % from float32, the normal model by 0.2 %"));
     assert.match(engineRow(LIST[0]).meta, /not used yet$/);
     const damaged = engineRow(LIST[3]);
     assert.equal(damaged.meta, "✕ Damaged; delete it · 9.0 GB");

@@ -34,7 +34,7 @@ test("no text is written over by another one of the same name", () => {
 test("numbers as people say them", () => {
     assert.deepEqual([size(3.24e6), size(1.7e9), size(undefined)], ["3.2 MB", "1.7 GB", "?"]);
     assert.deepEqual([duration(0), duration(59.9), duration(125), duration(undefined)], ["0 s", "59 s", "2 min 5 s", "?"]);
-    assert.deepEqual([error(2.3e-6), error(null)], ["2.3e-6", "?"]);
+    assert.deepEqual([2.3e-6, 2.34e-5, 0.0212, 0.25, null].map(error), ["< 0.001 %", "0.0023 %", "2.1 %", "25 %", "?"]);
 });
 
 test("the expected time is told until it has passed, and never guessed", () => {

@@ -38,14 +38,13 @@ Fields = dict[str, list[float]]
 # ---------------------------------------------------------------------------------------------------- where numbers are
 COLUMNS: dict[str, str] = {
     "normal": "{case}/native_ms | {case}/tensorrt_native_ms | {case}/stock/(.*warm|last)",
-    "native": "{case}/native_ms",
     "`torch` engine": "{case}/engine_ms",
     "engine": "{case}/build first/(.*warm|last)",
     "with engines": "{case}/(default|build first)/(warm|last)",
     "faster": "{case}/native_ms : {case}/engine_ms",
     "kernels alone": "{case}/(native|engine)_kernels/all",
     "error": "{case}/rel_err",
-    "error of native": "{case}/error_native_fp32",
+    "error of the normal model": "{case}/error_native_fp32",
     "of the engine": "{case}/error_engine_fp32",
     "memory": "{case}/engine_peak_mb : {case}/native_peak_mb",
     "free": "{case}/build first/free_gb",
