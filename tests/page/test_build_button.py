@@ -75,7 +75,7 @@ def test_build_cancel_build_and_run(page: EnginePage) -> None:
     assert ready["state"] == "ready", ready
     assert ready["button"] == "Build again"
     assert "onnxruntime, float32" in ready["text"]
-    assert "same picture as without (checked, error" in page.toast("Engine built").inner_text()
+    assert "same picture as without (checked, differs by" in page.toast("Engine built").inner_text()
     assert page.wait_for(page.node("copy"), "ready", timeout=60)["state"] == "ready"
 
     load(page, made)
