@@ -32,6 +32,9 @@ NETWORK_INPUT = {UNET_ENGINE: "model", CONTROLNET_ENGINE: "control_net", VAE_ENG
 DECODE, ENCODE = "vae", "vae:encode"
 """Names of a VAE's two networks among the inputs of a node. The input's name ends before the colon."""
 
+_PICTURES = re.compile(r"(?!clip_vision)([\w.]+[_.])?(image|pixels|video|frame)s?_?\d*")
+"""Names of inputs for pictures, such as "start_image", "image2" and "last_frame"."""
+
 _IGNORED = (WHEN_MISSING, "opt_size")
 """Inputs that do not change the engine; an engine with another best size serves too."""
 MAX_DEPTH = 200
@@ -169,8 +172,8 @@ def network_inputs(prompt: Mapping[str, Any], node_id: str) -> list[str]:
 def vae_calls(prompt: Mapping[str, Any], node_id: str) -> list[str]:
     """Return which networks of a VAE the graph calls behind a node: ``DECODE``, ``ENCODE`` or both.
 
-    A reader of latents decodes, and a reader of pixels encodes, except ControlNets: few of these encode. Without such
-    readers, pictures are decoded.
+    A reader of latents decodes. A reader of pictures encodes, also one that begins a video with them, except
+    ControlNets: few of these encode. Without such readers, pictures are decoded.
     """
     found = {name for name, _ in vae_readers(prompt, node_id)}
     return [name for name in (DECODE, ENCODE) if name in found] or [DECODE]
@@ -190,7 +193,7 @@ def vae_readers(prompt: Mapping[str, Any], node_id: str) -> Iterator[tuple[str, 
             takes = {name for name, value in inputs.items() if is_link(value)}
             if "samples" in takes:
                 yield DECODE, inputs
-            elif takes & {"pixels", "image"} and "control_net" not in takes:
+            elif any(map(_PICTURES.fullmatch, takes)) and not any("control_net" in name for name in takes):
                 yield ENCODE, inputs
 
 

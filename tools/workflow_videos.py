@@ -52,7 +52,8 @@ def wan(name: str, family: Transformer, image: bool) -> Recipe:
     for key, title, model, vae in (("high", "TRT Accelerate (high noise)", "lora.MODEL", None),
                                    ("low", "TRT Accelerate (low noise)", "lora_low.MODEL", "vae.VAE")):
         made = accelerate(model=model, vae=vae)["accelerate"]
-        nodes[f"accelerate_{key}"] = made | {"title": title}
+        lines = {"size": (made["size"][0], 400)} if vae and image else {}  # the VAE encodes too: a line more
+        nodes[f"accelerate_{key}"] = made | {"title": title} | lines
     for key in ("high", "low"):
         nodes[f"shift_{key}"] = node("ModelSamplingSD3", f"Shift for {key} noise", {"shift": family.shift},
                                      {"model": f"accelerate_{key}.model"}, (300, 0))

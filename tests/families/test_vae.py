@@ -164,9 +164,17 @@ def test_a_graph_tells_whether_a_vae_decodes_or_encodes() -> None:
     built["again"] = node("VAEEncode", pixels=["decode", 0], vae=["node", 0])
     assert vae_calls(built, "node") == ["vae", "vae:encode"]
     assert vae_calls(graph("kl", "encode", "torch"), "node") == ["vae:encode"]
+    for given in ({"start_image": ["a", 0]}, {"image2": ["a", 0]}, {"refs.ref_image_0": ["a", 0]}, {"video": ["a", 0]}):
+        video = node("WanImageToVideo", vae=["node", 0], **given)
+        assert vae_calls(graph("kl", "decode", "torch") | {"begin": video}, "node") == ["vae", "vae:encode"], given
+    for given in ({"clip_vision_start_image": ["a", 0]}, {"start_image": "none"}, {"video_latent": ["a", 0]}):
+        video = node("WanImageToVideo", vae=["node", 0], **given)
+        assert vae_calls(graph("kl", "decode", "torch") | {"begin": video}, "node") == ["vae"], given
     apply = node("ControlNetApplyAdvanced", control_net=["net", 0], image=["image", 0], vae=["node", 0])
     control = {"node": built["node"], "apply": apply}
     assert vae_calls(control, "node") == ["vae"], "few ControlNets encode, and an encoder takes a while to build"
+    ours = {"rows.control_net_1": ["net", 0], "rows.image_1": ["image", 0], "vae": ["node", 0]}
+    assert vae_calls({"node": built["node"], "apply": node("TRTApplyControlNet", **ours)}, "node") == ["vae"]
 
 
 def test_a_vae_of_no_family_runs_at_normal_speed_and_says_why() -> None:

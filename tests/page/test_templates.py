@@ -83,8 +83,8 @@ def test_a_template_opens_readable_in_a_small_window(small: ComfyPage, name: str
         assert y + height <= HEIGHT, node
     ours = [socket["type"] for node in shipped(name)["nodes"] if engines_of(node) for socket in node["inputs"]
             if socket["link"] is not None]  # fmt: skip
-    encodes = "VAE" in ours and any(node["type"] in ("VAEEncode", "InpaintModelConditioning", "TRTStream")
-                                    for node in shipped(name)["nodes"])
+    encoders = ("VAEEncode", "InpaintModelConditioning", "TRTStream", "WanImageToVideo")
+    encodes = "VAE" in ours and any(node["type"] in encoders for node in shipped(name)["nodes"])
     engines = sum(map(engines_of, shipped(name)["nodes"])) + encodes
     missing = f"{engines} of {engines} engines are missing" if engines > 1 else "The engine is missing"
     raw.get_by_text(missing).first.wait_for(state="attached")
