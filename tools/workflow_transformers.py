@@ -166,7 +166,7 @@ def qwen_edit() -> Recipe:
                              ("negative", "Negative prompt", "")):  # fmt: skip
         nodes[f"{key}_text"] = node("TextEncodeQwenImageEditPlus", title, {"prompt": said},
                                     {"clip": "encoders.CLIP", "vae": "accelerate.vae", **pictures}, (300, 160))
-        nodes[key] = node("FluxKontextMultiReferenceLatentMethod", f"How pictures go in ({title.lower()})",
+        nodes[key] = node("FluxKontextMultiReferenceLatentMethod", f"How pictures go in ({title.split()[0].lower()})",
                           {"reference_latents_method": "index_timestep_zero"},
                           {"conditioning": f"{key}_text.CONDITIONING"}, (300, 0))
     nodes["even"] = node("CFGNorm", None, {"strength": 1.0}, {"model": "shift.MODEL"}, (300, 0))

@@ -35,7 +35,7 @@ TWO = ((0.7, 0.0, 1.0), (0.4, 0.0, 1.0))
 FIRST_RUN = "Press **Run**. The first run builds what is missing, which takes minutes; later runs find it."
 TOLD = "*TRT Report* says how many models were accelerated, *What ran where* shows every call, and *Save Image* " \
     "keeps the picture."
-SIZES = "Pictures of {} to {} pixels are accelerated. For others choose the sizes on *TRT Accelerate*."
+SIZES = "NVIDIA cards accelerate every size, others {} to {} pixels; choose more on *TRT Accelerate*."
 LAST = group("4 Sample", SAMPLE, ["sampler", "decode", "report"], ["ran", "save"])
 
 

@@ -3,7 +3,7 @@
 
 const RUN = "点击 **运行**。第一次运行会构建缺少的引擎，需要几分钟；以后的运行会直接找到它们。";
 const TOLD = "*TRT 报告* 说明加速了多少个模型，*What ran where* 显示每一次调用，*保存图像* 保存图片。";
-const SIZES = (least, most) => `${least} 到 ${most} 像素的图片会被加速；需要其他尺寸时，在 *TRT 加速* 上选择尺寸。`;
+const SIZES = (least, most) => `NVIDIA 显卡加速所有尺寸，其他设备加速 ${least} 到 ${most} 像素；需要更多时，在 *TRT 加速* 上选择尺寸。`;
 const TWO = `两张图像决定新图片的形状：一张用边缘，一张用深度。
 
 1. **1 Models**：选择您的 checkpoint 和 ControlNet。
@@ -243,7 +243,7 @@ const PARTS = [
     [/^(\d) ControlNet$/, "$1 ControlNet"], [/^No negative prompt$/, "没有负面提示词"], [/^Type of control$/, "控制类型"], [/^Picture to change$/, "要修改的图像"], [/^Picture 1 to change$/, "图像 1（要修改）"], [/^Picture (2|3)$/, "图像 $1"], [/^Picture with a mask$/, "带遮罩的图像"], [/^Picture to begin with$/, "开始的图像"], [/^The picture goes in$/, "图像进入"],
     [/^(\d) Prompt and picture$/, "$1 提示词和图像"], [/^First steps$/, "前几步"], [/^Last steps$/, "后几步"], [/^Model for high noise$/, "高噪声模型"], [/^Model for low noise$/, "低噪声模型"], [/^LoRA for high noise$/, "高噪声 LoRA"], [/^LoRA for low noise$/, "低噪声 LoRA"],
     [/^Shift for high noise$/, "高噪声偏移"], [/^Shift for low noise$/, "低噪声偏移"], [/^TRT Accelerate \(high noise\)$/, "TRT 加速（高噪声）"], [/^TRT Accelerate \(low noise\)$/, "TRT 加速（低噪声）"], [/^Size of the video$/, "视频尺寸"], [/^Length of the sound$/, "声音长度"], [/^Frames per second$/, "每秒帧数"],
-    [/^Load the sound's VAE$/, "加载声音的 VAE"], [/^Prompt and size$/, "提示词和尺寸"], [/^How pictures go in \(prompt\)$/, "图像如何进入（提示词）"], [/^How pictures go in \(negative prompt\)$/, "图像如何进入（负面提示词）"],
+    [/^Load the sound's VAE$/, "加载声音的 VAE"], [/^Prompt and size$/, "提示词和尺寸"], [/^How pictures go in \(prompt\)$/, "图像如何进入（提示词）"], [/^How pictures go in \(negative\)$/, "图像如何进入（负面提示词）"],
     [/^Load ControlNet\b/, "加载 ControlNet"], [/^Apply ControlNet\b/, "应用 ControlNet"], [/^Load LoRA$/, "加载 LoRA"], [/^Control image\b/, "控制图像"], [/^TRT ControlNet Engine\b/, "TRT ControlNet 引擎"],
     [/^What ran where$/, "运行情况"], [/^Negative prompt$/, "负面提示词"], [/^Prompt$/, "提示词"], [/^Picture to repaint$/, "要重绘的图像"],
     [/^How to use this workflow$/, "使用说明"], [/^KSampler \((without|native)\)$/, "K采样器（未加速）"], [/^VAE Decode \((without|native)\)$/, "VAE解码（未加速）"], [/^KSampler \(accelerated\)$/, "K采样器（已加速）"],
