@@ -91,7 +91,7 @@ class Reason(str, Enum):
         "LoRA, or leave it: the normal model applies it",
     )
     MODEL_PATCHED = "changed by another node", _Facts("remove the node that does so if you want the engine")
-    HOOKS = "LoRA tied to a prompt", _Facts("remove the hooks from the prompt if you want the engine")
+    HOOKS = "LoRA tied to a prompt", _Facts("remove that LoRA's hook nodes if you want the engine")
     NOT_REACHED = "not called through TRT Sampler Patch", _Facts(
         "remove the node that computes the UNet by itself (DeepCache ...) if you want the engine",
         meaning="Same picture as that node makes without engines",

@@ -51,7 +51,7 @@ const SENTENCES = [
     [/a LoRA gives (\S+) another shape, which no engine takes/, "有 LoRA 改变了 $1 的形状，没有引擎支持"],
     ["choose a wider Picture size on the engine node and build again", "在引擎节点上选择更大的“图像尺寸”并重新构建"], ["build again for ", "重新构建，尺寸 "],
     ["put the LoRA before the engine node and build again, or set 'Engine is for' to any checkpoint and LoRA, or leave it: the normal model applies it", "把 LoRA 放在引擎节点之前并重新构建，或把“引擎适用于”设为“任意检查点和 LoRA”，或保持不变：由普通模型应用它"],
-    ["remove the node that does so if you want the engine", "如需使用引擎，请移除造成此情况的节点"], ["remove the hooks from the prompt if you want the engine", "如需使用引擎，请移除提示词上的钩子"],
+    ["remove the node that does so if you want the engine", "如需使用引擎，请移除造成此情况的节点"], ["remove that LoRA's hook nodes if you want the engine", "如需使用引擎，请移除该 LoRA 的钩子节点"],
     ["remove the node that computes the UNet by itself (DeepCache ...) if you want the engine", "如需使用引擎，请移除自行计算 UNet 的节点（DeepCache 等）"], ["choose a ControlNet, or a prompt, for the kind of model that is sampled", "请选择适合所采样模型的 ControlNet 或提示词"],
     ["free GPU memory if you want the engine: with more of it both are timed again", "如需使用引擎，请释放显存：显存更多时会重新计时比较"], ["nothing to do: later runs use the faster of both", "无需操作：之后的运行会使用较快的一方"],
     ["this run times the normal model; the engine takes {} a call", "本次运行为普通模型计时；引擎每次调用用时 $1"], ["a call takes {} on the normal model, and {} on the engine", "每次调用普通模型用时 $1，引擎用时 $2"],

@@ -151,8 +151,8 @@ def two(engine: str, *reasons: tuple[Reason, str]) -> list[CallStats]:
     (two("eeee", NONE), "Accelerated: 1 of 2 models; about 2.3 s at normal speed. -> Build 1 missing engine"),
     (two("eeen"), "Accelerated: 0 of 1 model, 3 of 4 calls; 1 call at normal speed. -> Build 1 missing engine"),
     (two("nn"), "Accelerated: 0 of 1 model; 2 calls at normal speed. -> Build 1 missing engine"),
-    (two("eeee", (Reason.HOOKS, "")), "Accelerated: 1 of 2 models; about 2.3 s at normal speed. -> remove the hooks "
-     "from the prompt if you want the engine"),
+    (two("eeee", (Reason.HOOKS, "")), "Accelerated: 1 of 2 models; about 2.3 s at normal speed. -> remove that "
+     "LoRA's hook nodes if you want the engine"),
 ])  # fmt: skip
 def test_the_first_line_says_how_many_networks_ran_on_engines_and_what_to_do(rows: list[CallStats], first: str) -> None:
     assert report_text(rows).splitlines()[0] == first
