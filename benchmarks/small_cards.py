@@ -238,7 +238,7 @@ def measured(options: argparse.Namespace) -> list[str]:
         if rows and time.monotonic() - began > NEXT_WITHIN:
             print(f"{words}: left out for time; --cases {name} measures it", flush=True)
             continue
-        print(f"{words}: makes weights, runs {2 * (1 + RUNS)} prompts and builds ...", flush=True)
+        print(f"{words}: makes weights, runs {2 * (3 + RUNS)} prompts and builds ...", flush=True)
         try:
             elsewhere(make_files, name, options)
             bench = Bench(name, options, made=True)
@@ -280,7 +280,7 @@ def main() -> None:
     if options.my_card:
         build = options.base or Path(__file__).resolve().parent.parent / "build"
         options.base, options.out = build / "my_card", options.out or build / "my_card.json"
-        options.prompts, options.cases = ["first", "warm"], options.cases or list(MY_CARD)
+        options.prompts, options.cases = ["first", "timed", "warm"], options.cases or list(MY_CARD)
         first_minutes.prepare(options)
         return my_card(options)
     if not options.base or not options.out:
