@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import io
 import json
+import math
 import os
 import re
 import shutil
@@ -21,7 +22,7 @@ from typing import Any
 
 from browser import TOAST_CLOSE, ComfyPage, chromium, comfy_page
 from comfy_process import ComfyProcess
-from demo_models import put, with_trained_models
+from demo_models import CFG, CHECKPOINT, CONTROLNET, edges_of, put, with_trained_models
 from PIL import Image, ImageDraw, ImageFont
 from playwright.sync_api import Locator
 from workflow_recipes import with_tiny_models
@@ -33,6 +34,8 @@ NAME = "SD 1.5 - two ControlNets"
 WORKFLOW, ADVANCED = ROOT / "workflows" / f"{NAME}.json", ROOT / "workflows" / "SD 1.5 - advanced nodes.json"
 #: Size of the window for the animation, and of the animation.
 STAGE, SHOWN = (1280, 440), (960, 330)
+#: The emoji of the stream, and its frames.
+SWINGS, SWING = "butterfly", 16
 #: The nodes that the animation shows, side by side; all others stand below.
 ARRANGE = """() => {
     const at = { CheckpointLoaderSimple: [0, 0], TRTAccelerate: [360, 0], KSampler: [760, 0], TRTReport: [1090, 0],
@@ -246,9 +249,49 @@ def take_animation(page: ComfyPage, workflow: dict[str, Any]) -> None:
     print(f"{path.relative_to(ROOT)}: {path.stat().st_size / 1024:.0f} KB, {len(frames)} frames")
 
 
+def take_stream(process: ComfyProcess, info: dict[str, Any]) -> None:
+    """Edges that swing, and the pictures of them, frame by frame, by the trained models."""
+    with Image.open(process.base / "input" / edges_of(SWINGS)) as file:
+        edges = file.convert("RGB")
+    turns = [20 * math.sin(2 * math.pi * number / SWING) for number in range(SWING)]
+    frames = [edges.rotate(turn, Image.Resampling.BICUBIC) for turn in turns]
+    frames[0].save(process.base / "input" / "stream.webp", save_all=True, append_images=frames[1:], lossless=True)
+
+    def node(kind: str, **inputs: Any) -> dict[str, Any]:
+        asked = info[kind]["input"]["required"]
+        usual = {name: spec[1]["default"] for name, spec in asked.items() if "default" in (spec[1:] or [{}])[0]}
+        return {"class_type": kind, "inputs": usual | inputs}
+
+    sizes = dict.fromkeys(("min_size", "opt_size", "max_size"), edges.width)
+    prompt = {
+        "model": node("CheckpointLoaderSimple", ckpt_name=CHECKPOINT),
+        "net": node("ControlNetLoader", control_net_name=CONTROLNET),
+        "engines": node("TRTAccelerate", model=["model", 0], vae=["model", 2], control_net_1=["net", 0],
+                        when_missing="build now", **sizes),
+        "prompt": node("CLIPTextEncode", clip=["model", 1], text=SWINGS),
+        "nothing": node("CLIPTextEncode", clip=["model", 1], text=""),
+        "frames": node("LoadImage", image="stream.webp"),
+        "apply": node("ControlNetApplyAdvanced", positive=["prompt", 0], negative=["nothing", 0], vae=["engines", 1],
+                      control_net=["engines", 2], image=["frames", 0]),
+        "stream": node("TRTStream", model=["engines", 0], vae=["engines", 1], positive=["apply", 0],
+                       negative=["apply", 1], frames=["frames", 0], control_images="the frame", steps=8, cfg=CFG,
+                       sampler_name="dpmpp_2m", scheduler="karras", denoise=1.0, seed=3),
+        "save": node("SaveImage", images=["stream", 0], filename_prefix="stream"),
+    }  # fmt: skip
+    made, both = process.queue(prompt, timeout=400).output("save", "images"), []
+    for frame, image in zip(frames, made, strict=True):
+        both.append(Image.new("RGB", (2 * edges.width, edges.height)))
+        both[-1].paste(frame, (0, 0))
+        with Image.open(process.base / "output" / image["subfolder"] / image["filename"]) as picture:
+            both[-1].paste(picture.convert("RGB"), (edges.width, 0))
+    path = IMAGES / "stream.webp"
+    both[0].save(path, save_all=True, append_images=both[1:], duration=120, loop=0, quality=80, method=6)
+    print(f"{path.relative_to(ROOT)}: {path.stat().st_size / 1024:.0f} KB, {len(both)} frames")
+
+
 def main(arguments: list[str] | None = None) -> None:
     """Command line."""
-    everything = ("animation", "templates", "wiring", "first", "building", "plot")  # it begins before any run
+    everything = ("animation", "templates", "wiring", "first", "building", "plot", "stream")  # it begins before any run
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("pictures", nargs="*", help=f"some of {', '.join(everything)} (default: all)")
     parser.add_argument("--comfyui", type=Path, default=os.environ.get("HYBRID_TRT_COMFYUI"), help="ComfyUI's source")
@@ -271,7 +314,8 @@ def main(arguments: list[str] | None = None) -> None:
                            ("templates", lambda: take_templates(page)), ("wiring", lambda: take_wiring(page)),
                            ("first", lambda: take_first(page, with_trained_models(shipped, info))),
                            ("building", lambda: take_building(page, advanced)),
-                           ("plot", lambda: take_plot(process, advanced))):
+                           ("plot", lambda: take_plot(process, advanced)),
+                           ("stream", lambda: take_stream(process, info))):
             if name in wanted:
                 if name == "animation":
                     shutil.rmtree(process.base / "models" / "trt_engines", ignore_errors=True)
