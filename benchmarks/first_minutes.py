@@ -72,7 +72,17 @@ class Bench:
                 lora[f"{start}.lora_B.weight"] = 0.05 * torch.randn(weight.shape[0], 16, dtype=torch.bfloat16)
         weights = {key: weight.clone() if key.endswith("comfy_quant") else weight for key, weight in weights.items()}
         save_file(weights, self.base / "models" / "diffusion_models" / f"{self.name}.safetensors")
+        if self._decodes:
+            import vae
+
+            (self.base / "models" / "vae").mkdir(exist_ok=True)
+            save_file(vae.drawn(self._decodes), self.base / "models" / "vae" / f"{self._decodes}.safetensors")
         save_file(lora, self.base / "models" / "loras" / f"{self.name}.safetensors")
+
+    @property
+    def _decodes(self) -> str:
+        """The VAE that prompts end with, one of ``vae.py``; mostly none."""
+        return getattr(self.options, "decode", None) or ""
 
     def remove(self) -> None:
         """Delete the case's files: a lent disk is small."""
@@ -112,6 +122,15 @@ class Bench:
             "KSampler", model=model, positive=condition, negative=condition, latent_image=["latent", 0], seed=seed,
             steps=STEPS[case.network], cfg=1.0, sampler_name="euler", scheduler="simple", denoise=1.0)  # fmt: skip
         made["save"] = node("TestSaveLatent", latent=["sampler", 0], name="latent")
+        if self._decodes:
+            made["vae"] = node("VAELoader", vae_name=f"{self._decodes}.safetensors")
+            accelerated = "accelerate" in made
+            if accelerated:
+                made["accelerate"]["inputs"]["vae"] = ["vae", 0]
+                made["report"]["inputs"]["after"] = ["decode", 0]
+            decoder = ["accelerate", 1] if accelerated else ["vae", 0]
+            made["decode"] = node("VAEDecode", samples=["sampler", 0], vae=decoder)
+            made["end"] = node("PreviewAny", source=["decode", 0])
         return made
 
     @property
@@ -209,6 +228,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--cases", nargs="+", default=["zimage_1024", "flux1_1024_fp8"], help="of large_models.py")
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
+    parser.add_argument("--decode", help="the VAE that prompts end with, of vae.py: wan21")
     parser.add_argument("--tiny", action="store_true")
     options = parser.parse_args()
     meta = about("first_minutes.py", prepare(options))

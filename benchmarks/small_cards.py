@@ -275,6 +275,7 @@ def main() -> None:
     parser.add_argument("--prompts", nargs="+", help="only these: first timed warm size_first ...")
     parser.add_argument("--changing", type=int, help="prompts of changing models")
     parser.add_argument("--flags", nargs="+", default=[], help="of the servers, without their dashes: novram")
+    parser.add_argument("--decode", help="the VAE that prompts end with, of vae.py: wan21")
     parser.add_argument("--tiny", action="store_true")
     options = parser.parse_args()
     if options.my_card:

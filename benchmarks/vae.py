@@ -69,25 +69,32 @@ def loaded(case: Case, comfyui: Path, base: Path) -> Any:
     import comfy.sd
     import comfy.utils
     from comfy.ldm.lightricks.vae.causal_video_autoencoder import VideoVAE
-    from comfy.ldm.minimax.vae import MiniMaxH3VideoVAE
-    from comfy.ldm.wan import vae as wan21
-    from comfy.ldm.wan import vae2_2 as wan22
 
     if case.file not in (*VIDEOS, "hunyuan_image"):
         (path,) = models.make(comfyui, base, [case.file]).values()
         return comfy.sd.VAE(sd=comfy.utils.load_torch_file(str(path)))
+    return comfy.sd.VAE(sd=drawn(case.file), metadata={"config": json.dumps({"vae": ltx2(VideoVAE)})})
+
+
+def drawn(kind: str) -> dict[str, torch.Tensor]:
+    """Return random weights of a VAE that no file of ``models.py`` has."""
+    from comfy.ldm.lightricks.vae.causal_video_autoencoder import VideoVAE
+    from comfy.ldm.minimax.vae import MiniMaxH3VideoVAE
+    from comfy.ldm.wan import vae as wan21
+    from comfy.ldm.wan import vae2_2 as wan22
+
     with torch.device("meta"):
         module = {"wan21": lambda: wan21.WanVAE(**WAN21), "wan22": lambda: wan22.WanVAE(**WAN22),
                   "h3": MiniMaxH3VideoVAE, "ltx2": lambda: VideoVAE(config=ltx2(VideoVAE)),
                   "hunyuan15": lambda: hunyuan("vae_refiner", "EmptyRegularizer", HUNYUAN15),
                   "hunyuan_image": lambda: hunyuan("vae", "DiagonalGaussianRegularizer", HUNYUAN_IMAGE),
-                  }[case.file]()  # fmt: skip
+                  }[kind]()  # fmt: skip
     generator, weights = torch.Generator().manual_seed(3), {}
     for name, weight in module.state_dict().items():
         draw = torch.randn(weight.shape, generator=generator)
         kernel = weight.ndim > 1 and "gamma" not in name
         weights[name] = draw * weight[0].numel() ** -0.5 if kernel else 0.05 * draw + (0.0 if "bias" in name else 1.0)
-    return comfy.sd.VAE(sd=weights, metadata={"config": json.dumps({"vae": ltx2(VideoVAE)})})
+    return weights
 
 
 def ltx2(kind: Any) -> dict[str, Any]:
