@@ -19,7 +19,7 @@ Control = dict[str, list]
 
 
 class Unsupported(Exception):
-    """A call that no engine of the family can serve; the text names the obstacle."""
+    """A call that no engine of the family can serve; the text names the obstacle in words of the workflow."""
 
 
 class OtherKind(Unsupported):
@@ -30,14 +30,36 @@ def refuse_all_but(call: Mapping[str, Any], taken: Collection[str]) -> None:
     """Raise Unsupported where a call gives an argument that is not in ``taken``."""
     for name, value in call.items():
         if value is not None and name not in taken:
-            raise Unsupported(name)
+            raise not_done(name)
+
+
+_CALLED = {
+    "attention_mask": "a mask of the prompt",
+    "clip_fea": "a picture by CLIP Vision",
+    "context_latents": "reference images",
+    "control": "a ControlNet",
+    "denoise_mask": "a noise mask",
+    "guidance": "guidance",
+    "guiding_frame_index": "a guiding frame",
+    "ref_latent": "a reference image",
+    "ref_latents": "reference images",
+    "reference_latent": "a reference image",
+    "vace_context": "a control video",
+}
+"""Arguments as people know them."""
+
+
+def not_done(name: str) -> Unsupported:
+    """Return the error for an argument that engines of a family do not take."""
+    words = f"{_CALLED[name]} ({name})" if name in _CALLED else f"an input named {name}"
+    return Unsupported(f"{words}, which engines of this model do not do")
 
 
 def prompt_of(call: Mapping[str, Any]) -> torch.Tensor:
     """Return the prompt's tokens; Unsupported where a call has none."""
     context = call.get("context")
     if context is None:
-        raise Unsupported("there is no prompt")
+        raise Unsupported("no prompt, which this model needs")
     return context
 
 
@@ -131,7 +153,7 @@ class ResidualLayout:
                 if residual is None:
                     continue
                 if name is None:
-                    raise Unsupported(f"a control acts on {kind} blocks for which the engine takes none")
+                    raise Unsupported(f"a control that acts on {kind} blocks, which engines of this model do not do")
                 if batch > 1 and residual.shape[0] == 1:
                     if id(residual) not in expanded:
                         expanded[id(residual)] = residual.expand(batch, *residual.shape[1:])

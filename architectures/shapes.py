@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import reduce
 from operator import mul
@@ -325,16 +325,22 @@ class Symbol:
 
     Attributes:
         of_picture: whether the size follows from a picture, unlike a prompt's length.
+        shown: steps -> what people are shown where it is no multiple, as frames of a video for latent frames.
     """
 
     word: str
     step: int = 1
     unit: str = ""
     of_picture: bool = True
+    shown: Callable[[int], int | str] | None = field(default=None, compare=False)
+
+    def number(self, size: int) -> int | str:
+        """Return a size in people's units, without the unit."""
+        return self.shown(size) if self.shown else size * self.step
 
     def text(self, size: int) -> str:
         """Return a size in people's units: ``512 px``."""
-        return f"{size * self.step}{self.unit and ' '}{self.unit}"
+        return f"{self.number(size)}{self.unit and ' '}{self.unit}"
 
 
 @dataclass(frozen=True)
@@ -359,7 +365,7 @@ def words_for(profile: Profile, symbols: Mapping[str, Symbol]) -> str:
     parts = []
     for name, sizes in profile.ranges.items():
         symbol = symbols.get(name, Symbol(name))
-        low, high = sizes.min * symbol.step, symbol.text(sizes.max)
+        low, high = symbol.number(sizes.min), symbol.text(sizes.max)
         parts.append(f"{symbol.word} {high}" if sizes.min == sizes.max else f"{symbol.word} {low}-{high}")
     return ", ".join(parts)
 
@@ -370,7 +376,7 @@ def outside(profile: Profile, sizes: Mapping[str, int], symbols: Mapping[str, Sy
         allowed = profile.ranges.get(name)
         if allowed is not None and not allowed.contains(size):
             symbol = symbols.get(name, Symbol(name))
-            least = "" if allowed.min == allowed.max else f"{allowed.min * symbol.step} to "
+            least = "" if allowed.min == allowed.max else f"{symbol.number(allowed.min)} to "
             return f"{symbol.word} {symbol.text(size)} is outside the engine's {least}{symbol.text(allowed.max)}"
     return None
 

@@ -176,7 +176,7 @@ class LatentSizes(NetworkSizes):
     halved: ClassVar[Sequence[str]] = ("HB", "B")
     named: ClassVar[Mapping[str, Symbol]] = {
         "B": _BATCH, "H": Symbol("height", unit="px"), "W": Symbol("width", unit="px"), "T": _TEXT,
-        "HB": Symbol("hint batch", of_picture=False)}
+        "HB": Symbol("images of the control", of_picture=False)}
     grid = "HW"
     pixels = LATENT
     patch = 1
@@ -211,9 +211,23 @@ class ImageTokenSizes(NetworkSizes):
     halved: ClassVar[Sequence[str]] = ("B", "N")
     free: ClassVar[Mapping[str, Range]] = {
         "B": Range(1, 2, 64), "N": Range(1, 1000, 1 << 18), "T": Range(1, 130, 1 << 14)}
-    named: ClassVar[Mapping[str, Symbol]] = {"B": _BATCH, "N": Symbol("image tokens"), "T": _TEXT}
+    named: ClassVar[Mapping[str, Symbol]] = {"B": _BATCH, "N": Symbol("picture size"), "T": _TEXT}
     traced: ClassVar[Mapping[str, int]] = {"B": 2, "N": 12, "T": 7}
     compared: ClassVar[Sequence[Mapping[str, int]]] = ({"B": 1, "N": 16, "T": 8}, {"B": 2, "N": 35, "T": 13})
+
+    @property
+    def symbols(self) -> Mapping[str, Symbol]:
+        return {**super().symbols, "N": replace(self.named["N"], shown=self._shown)}
+
+    def _shown(self, steps: int) -> str:
+        return self._square(self.named["N"].step * steps)
+
+    def _square(self, tokens: int) -> str:
+        """Return the square with so many tokens, in words: ``1024x1024``, or ``about 1008x1008`` for a larger one."""
+        side = self.pixels * math.isqrt(tokens)
+        if side**2 == self.pixels**2 * tokens:
+            return f"{side}x{side}"
+        return f"about {side + self.pixels}x{side + self.pixels}"
 
     def _of_sides(self, side: Range) -> dict[str, Range]:
         """See ``NetworkSizes``: squares, and all with as many tokens."""
@@ -231,11 +245,8 @@ class ImageTokenSizes(NetworkSizes):
         return [self.pixels * math.isqrt(self.named["N"].step * call["N"])] * 2 if "N" in call else []
 
     def _picture_words(self, call: Mapping[str, int]) -> list[str]:
-        """See ``NetworkSizes``: ``4096 image tokens (1024x1024)``."""
-        if "N" not in call:
-            return []
-        tokens, side = self.named["N"].step * call["N"], self._sides(call)[0]
-        return [f"{tokens} image tokens" + (f" ({side}x{side})" if (side // self.pixels) ** 2 == tokens else "")]
+        """See ``NetworkSizes``: ``about 1008x1008``."""
+        return [self._shown(call["N"])] if "N" in call else []
 
 
 @dataclass(frozen=True)
@@ -301,12 +312,16 @@ class VideoSizes(TokenSizes):
         "B": Range(1, 2, 64), "F": Range(1, 5, 1 << 10), "R": Range(1, 16, 1 << 10), "C": Range(1, 14, 1 << 10),
         "T": Range(1, 97, MOST["max_tokens"]), "I": Range(1, 263, 1 << 12), "V": Range(1, 3, 64)}
     named: ClassVar[Mapping[str, Symbol]] = {
-        "B": _BATCH, "F": Symbol("latent frames"), "R": TokenSizes.named["R"], "C": TokenSizes.named["C"], "T": _TEXT,
-        "I": Symbol("CLIP tokens", of_picture=False), "V": Symbol("control videos", of_picture=False)}
+        "B": _BATCH, "F": Symbol("frames"), "R": TokenSizes.named["R"], "C": TokenSizes.named["C"], "T": _TEXT,
+        "I": Symbol("tokens of the picture prompt", of_picture=False), "V": Symbol("control videos", of_picture=False)}
     traced: ClassVar[Mapping[str, int]] = {"B": 2, "F": 3, "R": 3, "C": 4, "T": 7, "I": 6, "V": 2}
     compared: ClassVar[Sequence[Mapping[str, int]]] = (
         {"B": 1, "F": 2, "R": 4, "C": 3, "T": 9, "I": CLIP, "V": 1},
         {"B": 2, "F": 4, "R": 3, "C": 5, "T": 30, "I": 2 * CLIP, "V": 2})
+
+    @property
+    def symbols(self) -> Mapping[str, Symbol]:
+        return {**super().symbols, "F": replace(self.named["F"], shown=self._length)}
 
     def _ranges(self, asked: RequestedSizes) -> dict[str, Range]:
         frames = Range(1, self.usual_frames, self.most_frames)
@@ -315,19 +330,23 @@ class VideoSizes(TokenSizes):
     def _of_picture(self, picture: Picture) -> dict[str, int]:
         return {**super()._of_picture(picture), "F": (picture.length - 1) // EACH + 1}
 
+    def _length(self, latent: int) -> int:
+        """Return the frames of a video with so many latent frames."""
+        return (latent - 1) * EACH + 1
+
     def words(self, profile: Profile) -> str:
-        """See ``Architecture``: ``up to 2 in a batch, 256 to 1280 px, 512 tokens, up to 33 latent frames``."""
+        """See ``Architecture``: ``up to 2 in a batch, 256 to 1280 px, 512 tokens, up to 129 frames``."""
         frames = profile.ranges.get("F")
         own = super().words(profile)
         if frames is None or self.most_frames == 1:
             return own
-        return f"{own}, {'' if frames.min == frames.max else 'up to '}{frames.max} latent frames"
+        return f"{own}, {'' if frames.min == frames.max else 'up to '}{self._length(frames.max)} frames"
 
     def call_words(self, call: Mapping[str, int]) -> str:
-        """See ``Architecture``: ``832x480, 512 tokens, 21 latent frames``."""
+        """See ``Architecture``: ``832x480, 512 tokens, 81 frames``."""
         parts = [super().call_words(call)]
         if "F" in call and self.most_frames > 1:
-            parts.append(f"{call['F']} latent frame{'s' if call['F'] != 1 else ''}")
+            parts.append(f"{self._length(call['F'])} frame{'s' if call['F'] != 1 else ''}")
         if call.get("V", 1) != 1:
             parts.append(f"{call['V']} control videos")
         return ", ".join(parts)

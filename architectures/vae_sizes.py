@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from . import Role
@@ -84,9 +84,13 @@ class VideoVAESizes(VAESizes):
     each = 4
     free: ClassVar[Mapping[str, Range]] = {
         "B": Range(1, 1, 1), "L": Range(0, 2, 1 << 10), "H": Range(1, 22, 1 << 10), "W": Range(1, 26, 1 << 10)}
-    named: ClassVar[Mapping[str, Symbol]] = {**LatentSizes.named, "L": Symbol("latent frames behind the first")}
+    named: ClassVar[Mapping[str, Symbol]] = {**LatentSizes.named, "L": Symbol("frames")}
     traced: ClassVar[Mapping[str, int]] = {"B": 1, "L": 2, "H": 9, "W": 12}
     compared: ClassVar[tuple[Mapping[str, int], ...]] = ({"B": 1, "L": 0, "H": 16, "W": 16},)
+
+    @property
+    def symbols(self) -> Mapping[str, Symbol]:
+        return {**super().symbols, "L": replace(self.named["L"], shown=self._length)}
 
     def _frames(self, latent: bool) -> tuple[Dim, ...]:
         return (Dim("L", up=1 if latent else self.each, plus=1),)
@@ -101,9 +105,13 @@ class VideoVAESizes(VAESizes):
         """Return the latent frames behind the first of so many frames."""
         return (frames - 1) // self.each
 
+    def _length(self, later: int) -> int:
+        """Return the frames of a video with so many latent frames behind the first."""
+        return later * self.each + 1
+
     def call_words(self, call: Mapping[str, int]) -> str:
-        """See ``Architecture``: ``832x480, 21 latent frames``."""
-        frames = [f"{call['L'] + 1} latent frames"] if call.get("L") else []
+        """See ``Architecture``: ``832x480, 81 frames``."""
+        frames = [f"{self._length(call['L'])} frames"] if call.get("L") else []
         return ", ".join([*self._picture_words(call), *frames])
 
 

@@ -75,9 +75,9 @@ def _bind(places: Callable[..., torch.Tensor], call: Mapping[str, Any]) -> Engin
     x, context, timestep = call["x"], prompt_of(call), call["timesteps"]
     refuse_all_but(call, _TAKEN)
     if x.ndim != 5 or x.shape[2] != 1:
-        raise Unsupported("a latent of several pictures in a row")
+        raise Unsupported("a latent with several frames, and engines of this model take one")
     if timestep.ndim != 1:
-        raise Unsupported("timesteps of parts of a picture")
+        raise Unsupported("noise of its own for parts of a picture, which engines do not do")
     padded = pad_to_patch_size(x, (1, PATCH, PATCH))
     rows, columns = (side // PATCH for side in padded.shape[3:])
     inputs = {"image": to_tokens(padded), "context": context, "timestep": timestep}

@@ -116,7 +116,7 @@ class _Binding:
         options = call.get("transformer_options") or {}
         patch = LLLITE.find(options.get("patches", {}))
         if patch is None:
-            raise Unsupported("there is no LLLite, or another patch beside it")
+            raise Unsupported("no LLLite, or another patch beside it; this engine needs an LLLite alone")
         bound.inputs["hint"] = self._hint(patch, call["x"])
         strength = _acting(patch, options.get("sigmas"))
         bound.inputs["strength"] = self._strength((strength,), call["x"].device)
@@ -138,10 +138,10 @@ class _Binding:
         try:
             own({"x": padded, "transformer_options": {"model_patch_data": found}})
         except ValueError as error:
-            raise Unsupported(f"LLLite with such an image or mask: {error}") from None
+            raise Unsupported(f"LLLite with such an image or mask ({error}), which engines do not do") from None
         hint = found[own]
         if len(hint) != 1:
-            raise Unsupported(f"LLLite with {len(hint)} images at once")
+            raise Unsupported(f"LLLite with {len(hint)} images at once, which engines do not do")
         with torch.inference_mode(False):
             return hint.clone()
 

@@ -107,7 +107,7 @@ def conditioning(module: Flux, call: Mapping[str, Any]) -> dict[str, torch.Tenso
         found["y"] = y[:, : module.params.vec_in_dim]
     if module.params.guidance_embed:
         if (guidance := call.get("guidance")) is None:
-            raise Unsupported("there is no guidance, which the engine's network takes")
+            raise Unsupported("no guidance, which this model needs")
         found["guidance"] = thousandths(guidance)
     return found
 
@@ -138,7 +138,7 @@ def _bind(module: Flux, layout: ResidualLayout, places: Any, call: Mapping[str, 
     refuse_all_but(call, _TAKEN)
     references, method = call.get("ref_latents"), call.get("ref_latents_method", module.params.default_ref_method)
     if references and method == _TWO_TIMES:
-        raise Unsupported(f"references by the method {_TWO_TIMES}, in which they have a timestep of their own")
+        raise Unsupported(f"references by the method {_TWO_TIMES}, which engines of this model do not do")
     patch, references = module.patch_size, references or ()
     tokens = [latent_to_tokens(picture, patch) for picture in (x, *references)]
     image = torch.cat(tokens, 1) if references else tokens[0]

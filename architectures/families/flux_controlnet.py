@@ -130,7 +130,7 @@ def _bind(module: ControlNetFlux, layout: ResidualLayout, places: Any, call: Map
         raise OtherKind("the prompt is another model's")
     types = tuple(call.get("control_type") or ()) if module.num_union_modes else ()
     if len(types) > 1 or any(not 0 <= number < module.num_union_modes for number in types):
-        raise Unsupported("a control type that this union ControlNet has not")
+        raise Unsupported("a control type that this union ControlNet does not have")
     if types:
         context = torch.cat((torch.zeros_like(context[:, :1]), context), 1)
     inputs = {"image": latent_to_tokens(x, patch), "context": context, "timesteps": thousandths(call["timesteps"])}
@@ -223,7 +223,7 @@ class _HintEncoder(torch.nn.Module):
 
     def forward(self, pixels: torch.Tensor, batch: int) -> tuple[torch.Tensor]:
         if pixels.shape[0] not in (1, batch):
-            raise Unsupported(f"{pixels.shape[0]} control images for a batch of {batch}")
+            raise Unsupported(f"{pixels.shape[0]} control images for a batch of {batch}, which engines do not do")
         return (latent_to_tokens(self.block(pixels * 2.0 - 1.0), PATCH).expand(batch, -1, -1),)
 
 

@@ -55,7 +55,7 @@ class HunyuanVideo(VideoSizes):
         **VideoSizes.free, "T": Range(1, 97, _SUMMED), "I": Range(0, 29, 1 << 12), "G": Range(0, 33, MOST_GLYPHS)}
     named: ClassVar[Mapping[str, Symbol]] = {
         **{name: symbol for name, symbol in VideoSizes.named.items() if name != "V"},
-        "G": Symbol("byT5 tokens", of_picture=False)}
+        "G": Symbol("tokens of quoted text", of_picture=False)}
     traced: ClassVar[Mapping[str, int]] = {**VideoSizes.traced, "G": 5}
     compared: ClassVar[Sequence[Mapping[str, int]]] = (
         {**VideoSizes.compared[0], "I": 0, "G": 0}, {**VideoSizes.compared[1], "I": 25, "G": 11})
@@ -120,7 +120,7 @@ def _bind(module: Native, places: Callable[..., torch.Tensor], call: Mapping[str
     video, patch = x if x.ndim == 5 else x.unsqueeze(2), module.patch_size[-1]
     frames, rows, columns = video.shape[2], video.shape[3] // patch, video.shape[4] // patch
     if (rows * patch, columns * patch) != video.shape[3:]:
-        raise Unsupported("a latent of odd sides, which the network does not take")
+        raise Unsupported("a latent of odd sides, which engines do not do")
     inputs = {
         "video": to_tokens(video, patch),
         "context": context,
@@ -138,13 +138,16 @@ def _bind(module: Native, places: Callable[..., torch.Tensor], call: Mapping[str
     return EngineCall(inputs, finish)
 
 
+_CALLED = {"y": "pooled prompt", "guidance": "guidance"}
+
+
 def _conditioning(module: Native, call: Mapping[str, Any], context: torch.Tensor) -> dict[str, torch.Tensor]:
     """Return the tensors beside the prompt that the network takes."""
     given = {name: call.get(name) for name in ("y", "guidance", "txt_byt5", "clip_fea")}
 
     def needed(name: str) -> torch.Tensor:
         if given[name] is None:
-            raise Unsupported(f"there is no {name}, which the engine's network takes")
+            raise Unsupported(f"no {_CALLED[name]}, which this model needs")
         return given[name]
 
     def or_none(name: str, width: int) -> torch.Tensor:
@@ -160,7 +163,7 @@ def _conditioning(module: Native, call: Mapping[str, Any], context: torch.Tensor
     if module.vision_in is not None:
         found["vision"] = or_none("clip_fea", module.vision_in_dim)
     elif given["clip_fea"] is not None:
-        raise Unsupported("a picture by CLIP, which the network does not take")
+        raise Unsupported("a picture by CLIP Vision, which engines of this model do not do")
     return found
 
 
@@ -170,7 +173,7 @@ def _next_sigma(call: Mapping[str, Any], timestep: torch.Tensor) -> dict[str, to
     if call.get("disable_time_r"):
         return {"next_sigma": torch.zeros_like(timestep), "has_next": torch.zeros_like(timestep)}
     if "sigmas" not in options or "sample_sigmas" not in options:
-        raise Unsupported("there is no list of sigmas, which the engine's network takes")
+        raise Unsupported("a sampler that does not tell its list of steps, which this model needs")
     every = options["sample_sigmas"].to(timestep.device)
     here = every[:-1] == options["sigmas"][0].to(timestep.device)
     first = here & (here.cumsum(0) == 1)

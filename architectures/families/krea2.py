@@ -75,7 +75,7 @@ def _bind(
     method = call.get("ref_latents_method", usual_method)
     references = call.get("ref_latents") or [] if method is not None else []  # without a method native ignores them
     if any(latent.ndim == 5 and latent.shape[2] != 1 for latent in (x, *references)):
-        raise Unsupported("a latent of several pictures in a row")
+        raise Unsupported("a latent with several frames, and engines of this model take one")
     latents = [repeat_to_batch_size(_flat(reference), x.shape[0]) for reference in references]
     image = latent_to_tokens(_flat(x))
     inputs = {"image": image, "context": context, "timestep": timestep, "reference_timestep": timestep}

@@ -47,8 +47,10 @@ class LTX2(ImageTokenSizes):
         "B": Range(1, 2, 16), "N": Range(2, 1000, 1 << 18), "T": Range(1, 130, MOST["max_tokens"]),
         "A": Range(1, 59, 1 << 14), "K": Range(2, 31, 1 << 18), "L": Range(2, 17, 1 << 14), "G": Range(0, 37, 1 << 17)}
     named: ClassVar[Mapping[str, Symbol]] = {
-        **ImageTokenSizes.named, "A": Symbol("sound tokens"), "K": Symbol("clocks", of_picture=False),
-        "L": Symbol("clocks of sound", of_picture=False), "G": Symbol("guide tokens", of_picture=False)}
+        **ImageTokenSizes.named, "N": Symbol("tokens of the video"), "A": Symbol("tokens of the sound"),
+        "K": Symbol("parts of the video with noise of their own", of_picture=False),
+        "L": Symbol("parts of the sound with noise of their own", of_picture=False),
+        "G": Symbol("guide tokens", of_picture=False)}
     traced: ClassVar[Mapping[str, int]] = {"B": 2, "N": 12, "T": 7, "A": 5, "K": 3, "L": 4, "G": 6}
     compared: ClassVar[Sequence[Mapping[str, int]]] = (
         {"B": 1, "N": 16, "T": 8, "A": 3, "K": 2, "L": 2, "G": 0},
@@ -125,9 +127,13 @@ class LTX2(ImageTokenSizes):
         """See ``NetworkSizes``: the tokens of a video tell no sides."""
         return []
 
+    def _shown(self, steps: int) -> str:
+        return str(steps)
+
     def _picture_words(self, call: Mapping[str, int]) -> list[str]:
-        """See ``NetworkSizes``: ``14080 video tokens``."""
-        return [f"{call['N']} video tokens"] if "N" in call else []
+        """See ``NetworkSizes``: ``14080 tokens of video with 4.8 s of sound``."""
+        sound = f" with {call['A'] / SECOND:.1f} s of sound" if "A" in call else ""
+        return [f"{call['N']} tokens of video{sound}"] if "N" in call else []
 
 
 def _widths_of_prompt(module: LTXAVModel) -> tuple[int, int]:
@@ -206,14 +212,14 @@ def _bind(module: LTXAVModel, shell: LTXAVModel, places: _Places, call: Mapping[
     refuse_all_but(call, _TAKEN)
     for name in _OFF:
         if not options.get(name, True):
-            raise Unsupported(f"{name} is off")
+            raise Unsupported(f"a part of the model that is off ({name}), which engines do not do")
     if options.get("stg_self_attn_blocks"):
-        raise Unsupported("stg_self_attn_blocks")
+        raise Unsupported("STG (stg_self_attn_blocks), which engines do not do")
     widths = _widths_of_prompt(module)
     if context.shape[-1] != sum(widths):
-        raise Unsupported("a prompt that ComfyUI did not prepare before sampling")
+        raise Unsupported("a prompt that ComfyUI did not prepare before sampling, which engines do not do")
     if torch.is_tensor(x) or len(x) != 2 or not x[1].numel():
-        raise Unsupported("a video without sound")
+        raise Unsupported("a video without sound, which engines of this model do not do")
     keyframes, reference = call.get("keyframe_idxs"), call.get("ref_audio")
     more = {**options, "guide_attention_entries": call.get("guide_attention_entries")}
     (video, sound), made = _tokens(x), {}
@@ -282,7 +288,7 @@ def _clocks(
         return time.reshape(-1, 1).expand(-1, 2), torch.zeros(tokens, device=time.device)
     every = time.reshape(time.shape[0], -1)
     if every.shape[1] % frame:
-        raise Unsupported("a mask of other tokens than the video's")
+        raise Unsupported("a noise mask of another size than the video, which engines do not do")
     frames = every.unflatten(1, (-1, frame))
     if bool((frames.amax(2) == frames.amin(2)).all()):  # the host waits; native does so twice for each frame
         times, rows = frames[:, :, 0], torch.arange(frames.shape[1], device=time.device).repeat_interleave(frame)
@@ -317,7 +323,7 @@ def _guides(
     if mask is None:
         return video.new_zeros(0)
     if mask.guide_start + mask.tracked_count != video.shape[1] or mask.guide_start == 0:
-        raise Unsupported("guides elsewhere than behind the video")
+        raise Unsupported("guides elsewhere than behind the video, which engines do not do")
     return mask.noisy_mask[0, 0, 0, mask.guide_start :]
 
 

@@ -97,6 +97,9 @@ class MiniMaxH3(VideoSizes):
         frames = max(5, picture.length + (5 - picture.length) % 17)
         return {**super()._of_picture(picture), "F": (frames - 5) // 17 * 5 + 2, "A": _steps(frames)}
 
+    def _length(self, latent: int) -> int:
+        return (latent - 2) // 5 * 17 + 5 if latent > 1 else 1
+
 
 def _steps(frames: int) -> int:
     """Steps of sound that last as long as so many frames."""
@@ -114,13 +117,13 @@ def _bind(module: MiniMaxH3Model, kept: Kept, call: Mapping[str, Any]) -> Engine
     x, context, payload = call["x"], prompt_of(call), call.get("minimax_payload") or {}
     refuse_all_but(call, _IGNORED)
     if torch.is_tensor(x) or len(x) != 2 or x[0].shape[0] != 1:
-        raise Unsupported("a latent other than one video with its sound")
+        raise Unsupported("a latent other than one video with its sound, which engines do not do")
     if context.shape[-1] != module.hidden_size:
-        raise Unsupported("a prompt that ComfyUI did not refine before sampling")
+        raise Unsupported("a prompt that ComfyUI did not refine before sampling, which engines do not do")
     video, sound = pad_to_patch_size(x[0], PATCHES), x[1]
     layout, size = payload.get("layout"), (context.shape[1], *video.shape[2:], sound.shape[-1])
     if layout is None or layout.signature != size:
-        raise Unsupported("a layout of tokens that was not made before sampling")
+        raise Unsupported("a video or prompt of another size than ComfyUI prepared, which engines do not do")
     shifts, sigma = _shifts(module, call), (call["timestep"].flatten()[0] / 1000.0).float().clamp(min=1e-6)
     inputs = {
         "text": context,

@@ -69,6 +69,9 @@ class MiniMaxDecoder(VideoVAESizes):
         clips = (frames - FIRST[1]) // CLIP[1]
         return 0 if frames == 1 else max(0, clips) * CLIP[0] + FIRST[0] - 1
 
+    def _length(self, later: int) -> int:
+        return (later + 1 - FIRST[0]) // CLIP[0] * CLIP[1] + FIRST[1] if later else 1
+
 
 def _bind(call: Mapping[str, Any]) -> EngineCall:
     bound, device = bind_images(call), call["images"].device

@@ -18,7 +18,7 @@ from comfy.ldm.qwen_image.model import Attention, QwenImageTransformer2DModel, Q
 
 from .. import Role
 from ..blocks import in_blocks
-from ..calls import Binding, EngineCall, ResidualLayout, Unsupported, prompt_of, refuse_all_but
+from ..calls import Binding, EngineCall, ResidualLayout, Unsupported, not_done, prompt_of, refuse_all_but
 from ..shapes import Dim, Sizes, TensorSpec
 from ..shared_tokens import SharedTokens
 from ..sizes import BATCH, PATCH, PICTURE, PROMPT, REFERENCE, TokenSizes
@@ -93,9 +93,9 @@ def _bind(
     refuse_all_but(call, _TAKEN)
     references = call.get("ref_latents") or []
     if any(latent.ndim != 5 or latent.shape[2] != 1 for latent in (x, *references)):
-        raise Unsupported("a latent of several pictures in a row")
+        raise Unsupported("a latent with several frames, and engines of this model take one")
     if any(len(reference) != len(x) for reference in references):
-        raise Unsupported("references of another batch")
+        raise Unsupported("references of another batch size than the latent's, which engines do not do")
     method = call.get("ref_latents_method", usual_method)
     image = _tokens(x)
     inputs = {"image": image, "context": context, "timestep": timestep, "reference_timestep": timestep}
@@ -273,9 +273,9 @@ def _bind_controlnet(
     x, hint, context = call["x"], call["hint"], call["context"]
     for name in ("attention_mask", "guidance"):
         if call.get(name) is not None:
-            raise Unsupported(name)
+            raise not_done(name)
     if any(latent.ndim != 5 or latent.shape[2] != 1 for latent in (x, hint)):
-        raise Unsupported("a latent of several pictures in a row")
+        raise Unsupported("a latent with several frames, and engines of this model take one")
     inputs = {"image": _tokens(x), "hint": _tokens(hint), "context": context, "timestep": call["timesteps"]}
     if hint.shape[0] == 1:  # an image for the whole batch
         inputs["hint"] = inputs["hint"].expand(x.shape[0], -1, -1)

@@ -137,14 +137,14 @@ def _bind(module: torch.nn.Module, places: Callable[..., torch.Tensor], call: Ma
     refuse_all_but(call, _TAKEN)
     references, words = list(call.get("ref_latents") or ()), context.shape[1]
     if any(latent.ndim != 4 for latent in (x, *references)):
-        raise Unsupported("a latent of several pictures in a row")
+        raise Unsupported("a latent with several frames, and engines of this model take one")
     if any(reference.shape[:2] != x.shape[:2] for reference in references):
-        raise Unsupported("references of another batch or with other channels")
+        raise Unsupported("references of another batch size or kind of latent, which engines do not do")
     slots = tuple([*(call.get("image_slots") or ()), *[words] * len(references)][: len(references)])
     if [0, *slots, words] != sorted([0, *slots, words]):
-        raise Unsupported("references at places outside the prompt, or not in their order")
+        raise Unsupported("references outside the prompt or not in their order, which engines do not do")
     if not words:
-        raise Unsupported("a prompt without words")
+        raise Unsupported("a prompt without words, which engines of this model do not do")
     height, width = x.shape[-2:]
     behind = words + sum(max(reference.shape[-2:]) for reference in references)
     inputs = {

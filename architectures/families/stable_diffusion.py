@@ -124,7 +124,7 @@ def _bind_unet(layout: ResidualLayout, call: Mapping[str, Any]) -> EngineCall:
 def _bind_kept(bind: Binding, call: Mapping[str, Any]) -> EngineCall:
     kept = kept_in((call.get("transformer_options") or {}).get("patches", {}))
     if kept is None:
-        raise Unsupported("nothing remembers earlier frames")
+        raise Unsupported("no memory of earlier frames, which this engine needs")
     bound, x = bind(call), call["x"]
     (bound.inputs["earlier"], earlier), finish = kept.before(x), bound.finish
     bound.inputs |= {f"earlier_{number}": tokens for number, tokens in enumerate(earlier)}
@@ -232,7 +232,7 @@ def _bind_controlnet(layout: ResidualLayout, takes_y: bool, is_union: bool, call
     inputs = {"x": x, "hint": call["hint"], "timesteps": call["timesteps"], "context": call["context"]}
     if takes_y:  # else it is ignored, as in native
         if (y := call.get("y")) is None:
-            raise OtherKind("there is no vector conditioning (y); the model is of another family")
+            raise OtherKind("no pooled prompt (y), which this model needs")
         inputs["y"] = y
     extras = {"hint": tuple(call.get("control_type") or ())} if is_union else {}
     return EngineCall(inputs, lambda outputs: layout.give(outputs, x), extras)
@@ -298,7 +298,7 @@ class _UnionHintEncoder(torch.nn.Module):
 
     def forward(self, hint: torch.Tensor, control_type: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
         if any(number >= self.num_control_type for number in control_type):
-            raise Unsupported("a control type that this union ControlNet has not")
+            raise Unsupported("a control type that this union ControlNet does not have")
         embedding = self.control_add_embedding(list(control_type), hint.dtype, hint.device)
         if not control_type:
             return self.input_hint_block(hint, None, None), embedding

@@ -152,16 +152,16 @@ def _timesteps(timestep: torch.Tensor, frames: int, vace: bool) -> torch.Tensor:
     if timestep.ndim == 1:
         return timestep.unsqueeze(1).expand(-1, frames)
     if vace or timestep.shape[1] not in (1, frames):
-        raise Unsupported("timesteps of other parts than frames")
+        raise Unsupported("noise of its own for parts of a frame, which engines do not do")
     return timestep.expand(-1, frames)
 
 
 def _clip(module: WanModel, features: torch.Tensor | None) -> torch.Tensor:
     if features is None:
-        raise Unsupported("there is no picture by CLIP, which the engine's network takes")
+        raise Unsupported("no picture by CLIP Vision, which this model needs")
     places = module.img_emb.emb_pos
     if places is not None and features.shape[1] > places.shape[1]:
-        raise Unsupported("more pictures by CLIP than the network has places for")
+        raise Unsupported("more pictures by CLIP Vision than this model takes")
     return features
 
 
@@ -169,9 +169,9 @@ def _controls(call: Mapping[str, Any], strengths: Callable[..., torch.Tensor]) -
     """Return the inputs of VACE. A call has (batch, videos, channels, frames, height, width)."""
     videos, given = call["vace_context"], call["vace_strength"]
     if any(side % PATCH for side in videos.shape[-2:]):
-        raise Unsupported("a control video of odd sides, which does not fit the padded latent")
+        raise Unsupported("a control video whose latent has odd sides, which engines do not do")
     if len(given) < videos.shape[1]:
-        raise Unsupported("a control video without a strength")
+        raise Unsupported("a control video without a strength, which engines do not do")
     return {
         "strengths": strengths(tuple(map(float, given[: videos.shape[1]])), videos.device),
         "controls": to_tokens(videos.movedim(1, 0).flatten(0, 1)),

@@ -18,7 +18,7 @@ from comfy.ldm.lumina.model import JointTransformerBlock, NextDiT, pos_ids_x
 
 from .. import Role
 from ..blocks import in_blocks
-from ..calls import Binding, EngineCall, PerImagePass, Unsupported, prompt_of, refuse_all_but
+from ..calls import Binding, EngineCall, PerImagePass, not_done, prompt_of, refuse_all_but
 from ..shapes import TOKEN_STEP, Dim, Range, Sizes, Symbol, TensorSpec
 from ..shared_tokens import SharedTokens
 from ..sizes import PATCH, ImageTokenSizes
@@ -121,7 +121,7 @@ def _prompt(module: NextDiT, dtype: str) -> TensorSpec:
 
 def _bind(places: Callable[..., tuple[torch.Tensor, ...]], call: Mapping[str, Any]) -> EngineCall:
     if call.get("ref_latents"):
-        raise Unsupported("reference latents")
+        raise not_done("ref_latents")
     refuse_all_but(call, _TAKEN)
     x, context = call["x"], prompt_of(call)
     rows, columns = (math.ceil(side / PATCH) for side in x.shape[2:])

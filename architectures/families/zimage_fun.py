@@ -7,7 +7,7 @@ are added to the picture's tokens. The control's tokens are not padded, unlike t
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, ClassVar
 
@@ -42,9 +42,13 @@ class FunSizes(ZImageSizes):
 
     halved: ClassVar[Sequence[str]] = ("B",)
     free: ClassVar[Mapping[str, Range]] = {**ZImageSizes.free, "C": Range(1, 1041, 1 << 18)}
-    named: ClassVar[Mapping[str, Symbol]] = {**ZImageSizes.named, "C": Symbol("control tokens")}
+    named: ClassVar[Mapping[str, Symbol]] = {**ZImageSizes.named, "C": Symbol("size of the control image")}
     traced: ClassVar[Mapping[str, int]] = {"B": 2, "N": 3, "T": 1, "C": 70}
     compared: ClassVar[Sequence[Mapping[str, int]]] = ({"B": 1, "N": 2, "T": 2, "C": 50}, traced)
+
+    @property
+    def symbols(self) -> Mapping[str, Symbol]:
+        return {**super().symbols, "C": replace(self.named["C"], shown=self._square)}
 
     def _of_sides(self, side: Range) -> dict[str, Range]:
         own = super()._of_sides(side)
@@ -129,7 +133,7 @@ class _Binding:
         bound = self._base(call)
         patch = FUN.find((call.get("transformer_options") or {}).get("patches", {}))
         if patch is None:
-            raise Unsupported("there is no Fun control, or another patch beside it")
+            raise Unsupported("no Fun control, or another patch beside it; this engine needs a Fun control alone")
         bound.inputs["hint"] = self._steady(self._encoded(patch, call["x"]))
         bound.inputs["strength"] = self._strength((float(patch.strength),), call["x"].device)
         return bound
@@ -141,11 +145,11 @@ class _Binding:
         patch({"x": x, "img": None, "txt": None, "block_index": BEHIND})
         found = patch.encoded_image
         if found is None:
-            raise Unsupported("Fun control without an image")
+            raise Unsupported("Fun control without an image, which engines do not do")
         if len(found) != 1:
-            raise Unsupported(f"Fun control with {len(found)} images at once")
+            raise Unsupported(f"Fun control with {len(found)} images at once, which engines do not do")
         if tuple(found.shape[1:]) != (self._channels, *x.shape[2:]):
-            raise Unsupported("the VAE of the Fun control encodes its image to another size than the picture's")
+            raise Unsupported("Fun control whose VAE gives another size than the picture's, which engines do not do")
         return found
 
     def _steady(self, hint: torch.Tensor) -> torch.Tensor:

@@ -137,7 +137,7 @@ def build_engine_file(
     with _polygraphy(flavour, logger) as loaders, collected_errors(logger) as errors:
         from polygraphy.exception import PolygraphyException
 
-        phase = "reading the graph"
+        phase = "preparing"
         try:
             progress(phase, 0.0)
             # the parser owns the weights: it stays until the build is over
@@ -292,10 +292,10 @@ def _check_tensors(trt: ModuleType, request: BuildRequest, network: Any) -> list
     inputs = [spec for spec in request.inputs if spec.name in read]
     for spec in (*inputs, *request.outputs):
         if read.get(spec.name) != dtypes[spec.dtype]:
-            found = f"is {read[spec.name]}" if spec.name in read else "does not exist"
+            found = f"is {read[spec.name]}" if spec.name in read else "is missing"
             raise BuildError(
-                f"the graph was to have a {spec.dtype} tensor {spec.name}, and in it that {found}; nothing was built "
-                "and the normal model keeps running; report this model"
+                f"TensorRT cannot read this model ({spec.name} {found} and not {spec.dtype}); nothing was built and "
+                "the normal model keeps running; report this model"
             )
     return inputs
 

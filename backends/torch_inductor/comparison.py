@@ -64,7 +64,7 @@ def compared(
                              COMPILED_LIMITS[precision])  # fmt: skip
     if measurements.over_limit([found]):
         raise BuildError(
-            f"what Inductor compiled differs from the normal model by {error:.2e} in {worst} at {sizes} "
+            f"the compiled model differs from the normal model by {error:.2e} in {worst} at {sizes} "
             f"({measurements.limit_words(found, precision)}), so no engine was made and the normal model keeps running"
         )
     return found

@@ -58,7 +58,7 @@ def compile_blocks(function: torch.nn.Module, task: LiveTask, progress: Progress
     Raises:
         BuildError: Inductor failed, or what it made differs from the block run plainly.
     """
-    progress("finding the kinds of blocks", 0.0)
+    progress("preparing", 0.0)
     found, of = kinds_of(function, [_on_meta(task, sizes) for sizes in _cases(task)])
     layout = layout_of(function.blocks)
     known = {kind.key: kind for contents in task.known for kind in kinds_in(contents)}
@@ -73,12 +73,12 @@ def compile_blocks(function: torch.nn.Module, task: LiveTask, progress: Progress
                  for key, alike, (kernel, _) in zip(keys, found, chosen, strict=True)]  # fmt: skip
         made: list[Kind] = []
         for result in begun:
-            progress(f"compiling kind {len(made) + 1} of {len(found)}", 0.05 + 0.6 * len(made) / len(found))
+            progress(f"compiling part {len(made) + 1} of {len(found)}", 0.05 + 0.6 * len(made) / len(found))
             with _inductors_failures():
                 made.append(result())
     compiled = time.perf_counter()
     for number, (alike, kind, (kernel, timed)) in enumerate(zip(found, made, chosen, strict=True)):
-        progress(f"comparing kind {number + 1} of {len(found)} with the normal model", 0.65 + 0.3 * number / len(found))
+        progress(f"comparing part {number + 1} of {len(found)} with the normal model", 0.65 + 0.3 * number / len(found))
         more = {"attention": kernel, "attention_ms": timed} if timed else {}
         with with_weights(alike.block, task.device):
             run = partial(open_one(kind.contents), *lifted(alike.block).values())
@@ -100,11 +100,13 @@ def _inductors_failures() -> Iterator[None]:
     """Raise what Inductor raises as BuildError."""
     try:
         yield
+    except BuildError:
+        raise
     except Exception as error:
         log.exception("Inductor failed")
         text = (str(error).strip().splitlines() or [""])[0]
         raise BuildError(
-            f"Inductor could not compile the network ({type(error).__name__}: {text}), so no engine was made and "
+            f"torch could not compile this model ({type(error).__name__}: {text}), so no engine was made and "
             "the normal model keeps running; the build's log has more"
         ) from error
 

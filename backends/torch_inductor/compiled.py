@@ -164,8 +164,10 @@ def traced(
 def _refuse_numbers(graph: torch.fx.GraphModule) -> None:
     for node in graph.graph.find_nodes(op="get_attr"):
         if node.users and isinstance(value := getattr(graph, str(node.target), None), torch.Tensor):
-            raise BuildError(f"the network makes a tensor of plain numbers, of shape {tuple(value.shape)}, which a "
-                             "compiled file cannot hold: its family has to make it of an input, or keep it as a buffer")
+            log.error("The network makes a tensor of plain numbers, of shape %s, which a compiled file cannot hold: "
+                      "its family has to make it of an input, or keep it as a buffer", tuple(value.shape))
+            raise BuildError("this model cannot be compiled here, so no engine was made and the normal model keeps "
+                             "running; please report it; the build's log has more")
 
 
 @_few_searches_for_garbage()

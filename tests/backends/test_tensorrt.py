@@ -262,7 +262,7 @@ def unknown_operator(path: Path, small: BuildRequest) -> None:
 
 @pytest.mark.parametrize(("spoil", "told"), [
     (junk, "a float32 tensor out, and in it that does not exist"),  # the parser takes it for a graph without nodes
-    (truncated, "failed while reading the graph ("), (unknown_operator, "[Convolute ->")])
+    (truncated, "failed while preparing ("), (unknown_operator, "[Convolute ->")])
 def test_a_bad_graph_is_a_build_error_with_one_sentence(
     request_here: BuildRequest, spoil: Any, told: str, capfd: pytest.CaptureFixture[str]
 ) -> None:

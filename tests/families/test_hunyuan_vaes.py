@@ -113,7 +113,7 @@ def test_one_build_serves_every_still_and_video(
 @pytest.mark.parametrize("changes", [{}, UNMATCHED], ids=str)
 @pytest.mark.parametrize("role", ROLES)
 @pytest.mark.parametrize(("kind", "words", "calls"), [
-    ("video", "96x80, 4 latent frames", [(frames, 1 + frames % 3, 2) for frames in range(1, 10)]),
+    ("video", "96x80, 13 frames", [(frames, 1 + frames % 3, 2) for frames in range(1, 10)]),
     ("image", "96x64", [(1, 1), (3, 2), (2, 5)])])
 def test_our_way_through_its_layers_is_natives(
     kind: str, words: str, calls: list, role: Role, changes: dict[str, Any]

@@ -14,6 +14,7 @@ from comfy.model_patcher import ModelPatcher
 from family_contract import ACTS, LIMIT, live
 from hybrid_trt.architectures import Role, architecture_of
 from hybrid_trt.architectures.calls import Unsupported
+from hybrid_trt.architectures.shapes import Picture, RequestedSizes, outside
 from model_families.wan import FAMILY, prompt
 from token_calls import Patched, network_of
 
@@ -48,8 +49,16 @@ def test_a_reference_for_a_network_that_takes_one_is_a_reason(models: dict[str, 
     network.module.ref_conv = torch.nn.Conv2d(16, 256, 2, 2)
     bind, call = network.architecture().binding(network.module), FAMILY.calls["several frames"].drawn(network)
     assert bind(call).inputs
-    with pytest.raises(Unsupported, match="reference_latent"):
+    with pytest.raises(Unsupported, match="a reference image"):
         bind({**call, "reference_latent": torch.zeros(1, 16, 8, 6)})
+
+
+def test_a_video_that_is_too_long_is_told_in_its_frames(models: dict[str, Path]) -> None:
+    family = network_of(models, "tiny_wan").architecture()
+    profile = family.profile(RequestedSizes())
+    for length, said in ((129, None), (161, "frames 161 is outside the engine's 1 to 129")):
+        (call,) = family.calls(profile, Picture(832, 480, (1,), length=length))
+        assert outside(profile, call, family.symbols) == said
 
 
 @pytest.mark.parametrize("kind", [CameraWanModel, SCAILWanModel, HumoWanModel, CausalWanModel, AnimateWanModel])

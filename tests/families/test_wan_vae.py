@@ -154,7 +154,7 @@ def test_a_video_in_our_chunks_is_natives(kind: str, role: Role) -> None:
         assert relative_error(found, getattr(module, name)(images)) <= LIMIT
     (call,) = architecture.calls(architecture.profile(RequestedSizes(64, 64, 64)), Picture(96, 80, (1,), length=13))
     words = {8: (12, 10), 16: (6, 5)}[architecture.pixels]
-    assert (call["W"], call["H"], architecture.call_words(call)) == (*words, "96x80, 4 latent frames")
+    assert (call["W"], call["H"], architecture.call_words(call)) == (*words, "96x80, 13 frames")
 
 
 @COMPILES

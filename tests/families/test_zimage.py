@@ -7,7 +7,7 @@ import pytest
 import torch
 import zimage
 from family_contract import ACTS, LIMIT, difference, error_of, live, natively
-from hybrid_trt.architectures.shapes import Picture, RequestedSizes
+from hybrid_trt.architectures.shapes import Picture, RequestedSizes, outside
 from hybrid_trt.engine_library import Unavailable
 
 
@@ -24,7 +24,10 @@ def test_sizes_are_those_of_tokens_in_groups() -> None:
     assert family.words(profile) == "1 image, 512 to 1536 px, 544 tokens"
     usual = family.calls(profile, Picture(832, 1216, (1,)))
     assert usual == [{"B": 1, "N": 124, "T": 4}]
-    assert family.call_words(usual[0]) == "3968 image tokens, 128 tokens"
+    assert family.call_words(usual[0]) == "about 1008x1008, 128 tokens"
+    (too_large,) = family.calls(profile, Picture(1536, 1552, (1,)))
+    said = "picture size about 1552x1552 is outside the engine's 512x512 to 1536x1536"
+    assert outside(profile, too_large, family.symbols) == said
     assert family.calls(profile, Picture(1024, 1024, (4, 2)))[0] == {"B": 4, "N": 128, "T": 4}
     small = family.profile(RequestedSizes(64, 72, 80, 3, 20))
     assert small.to_json() == {"B": [1, 1, 6], "N": [1, 1, 1], "T": [1, 1, 1]}

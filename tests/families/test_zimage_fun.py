@@ -148,7 +148,7 @@ class Smaller(fun.PictureAsLatent):
 def test_control_images_of_another_size_than_the_latent_are_refused_by_name() -> None:
     net = fun.network(zimage.network(n_layers=16), fun.control(**TWO_ONE), vae=Smaller())
     call = zimage.call(width=6) | {"transformer_options": net.patcher.model_options["transformer_options"]}
-    with pytest.raises(Unsupported, match="encodes its image to another size"):
+    with pytest.raises(Unsupported, match="whose VAE gives another size"):
         net.architecture().binding(net.module)(call)
 
 

@@ -22,8 +22,8 @@ FAMILY = Family(
     half={"odd sides, a batch": [torch.float16, torch.bfloat16]},
     steady={"plain": ("pe",)},
     refused={"plain": [
-        ({"x": torch.zeros(1, 16, 3, 8, 6)}, "several pictures in a row"),
-        ({"timesteps": torch.zeros(1, 1)}, "timesteps of parts"),
+        ({"x": torch.zeros(1, 16, 3, 8, 6)}, "several frames"),
+        ({"timesteps": torch.zeros(1, 1)}, "noise of its own for parts"),
         ({"padding_mask": torch.zeros(1, 1, 8, 6)}, "padding_mask"),
         ({"fps": torch.ones(1)}, "fps"),
         ({"t5xxl_ids": torch.zeros(1, 9)}, "t5xxl_ids"),

@@ -80,9 +80,9 @@ FAMILY = Family(
     steady={"dev: a picture": ("pe_prompt", "pe_image")},
     refused={"dev: a picture": [
         ({"attention_mask": torch.ones(1, 1, 33, 33)}, "attention_mask"),
-        ({"guidance": None}, "there is no guidance"),
+        ({"guidance": None}, "no guidance, which"),
         ({"ref_latents": [torch.zeros(1, 16, 10, 8)], "ref_latents_method": "index_timestep_zero"},
-         "a timestep of their own"),
+         "which engines of this model do not do"),
         ({"something_new": 1}, "something_new"),
     ]},
     prompts={

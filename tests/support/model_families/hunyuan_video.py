@@ -75,7 +75,7 @@ PATCHES = {
     "attn1_patch": model_patch("attn1_patch", lambda q, k, v, **more: {"q": q * 1.5}),
     "attn1_output_patch": model_patch("attn1_output_patch", lambda x, more: x * 1.5),
 }
-VIDEO_WORDS = "up to 2 in a batch, 256 to 1280 px, 1024 tokens, up to 33 latent frames"
+VIDEO_WORDS = "up to 2 in a batch, 256 to 1280 px, 1024 tokens, up to 129 frames"
 
 FAMILY = Family(
     "hunyuan_video",
@@ -110,12 +110,12 @@ FAMILY = Family(
             ({"of_another_pack": 1}, "of_another_pack"),
         ],
         "original": [
-            ({"y": None}, "no y"),
+            ({"y": None}, "no pooled prompt"),
             ({"guidance": None}, "no guidance"),
             ({"clip_fea": torch.zeros(1, 25, SIGLIP)}, "a picture by CLIP"),
             ({"x": torch.zeros(1, 16, 3, 7, 6)}, "odd sides"),
         ],
-        "meanflow": [({"transformer_options": {}}, "no list of sigmas")],
+        "meanflow": [({"transformer_options": {}}, "does not tell its list of steps")],
     },
     ignored={"original": [
         {"txt_byt5": torch.zeros(1, 5, BYT5)}, {"disable_time_r": True}, {"denoise_mask": torch.zeros(1)}]},
@@ -147,9 +147,9 @@ FAMILY = Family(
     patched=["text to video"],
     patches=PATCHES,
     sizes={
-        VIDEO15: Sizes((Picture(848, 480, (1,), length=121),), VIDEO_WORDS, "848x480, 128 tokens, 31 latent frames",
+        VIDEO15: Sizes((Picture(848, 480, (1,), length=121),), VIDEO_WORDS, "848x480, 128 tokens, 121 frames",
                        sampled={"B": 1, "F": 21, "R": 8, "C": 7}, length=81),
-        VIDEO: Sizes((Picture(848, 480, (1,), length=73),), VIDEO_WORDS, "848x480, 128 tokens, 19 latent frames",
+        VIDEO: Sizes((Picture(848, 480, (1,), length=73),), VIDEO_WORDS, "848x480, 128 tokens, 73 frames",
                      sampled={"B": 1, "F": 21, "R": 9, "C": 8}, length=81),
         IMAGE: Sizes((Picture(2048, 2048, (1,)),), "up to 2 in a batch, 512 to 2560 px, 1024 tokens",
                      "2048x2048, 128 tokens"),

@@ -33,8 +33,8 @@ FAMILY = Family(
     float32=("timestep", "reference_timestep", "pe_image", "pe_reference"),
     steady={"one reference": ("pe_image", "pe_reference")},
     refused={"plain": [
-        ({"x": torch.zeros(1, 16, 3, 8, 6)}, "several pictures in a row"),
-        ({"ref_latents": [torch.zeros(1, 16, 2, 8, 6)], "ref_latents_method": "index"}, "several pictures in a row"),
+        ({"x": torch.zeros(1, 16, 3, 8, 6)}, "several frames"),
+        ({"ref_latents": [torch.zeros(1, 16, 2, 8, 6)], "ref_latents_method": "index"}, "several frames"),
         ({"context": None}, "no prompt"),
         ({"control": {"input": [torch.zeros(1)]}}, "control"),
         ({"of_another_pack": 1}, "of_another_pack"),

@@ -135,7 +135,7 @@ FAMILY = Family(
     patches={"dit replaced": replace_video, "attention": replace_attention},
     sizes={FILE: Sizes(
         (Picture(1280, 704, (1,), length=121),), "1 image, 1024 tokens",
-        "14080 video tokens, 1024 tokens", sampled={"N": 132, "A": 81}, length=81,
+        "14080 tokens of video with 4.8 s of sound, 1024 tokens", sampled={"N": 132, "A": 81}, length=81,
     )},
     slow={
         "test_one_engine_of_onnx_runtime_serves_all_calls": (TURNED,),

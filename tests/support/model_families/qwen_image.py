@@ -60,8 +60,8 @@ FAMILY = Family(
     refused={"plain": [
         ({"attention_mask": torch.ones(1, 9)}, "attention_mask"),
         ({"additional_t_cond": torch.zeros(1)}, "additional_t_cond"),
-        ({"x": torch.zeros(1, 16, 3, 8, 6)}, "several pictures in a row"),
-        ({"ref_latents": [torch.zeros(1, 16, 2, 8, 6)]}, "several pictures in a row"),
+        ({"x": torch.zeros(1, 16, 3, 8, 6)}, "several frames"),
+        ({"ref_latents": [torch.zeros(1, 16, 2, 8, 6)]}, "several frames"),
         ({"ref_latents": [torch.zeros(2, 16, 1, 8, 6)]}, "another batch"),
         ({"context": None}, "no prompt"),
         ({"of_another_pack": 1}, "of_another_pack"),

@@ -68,10 +68,10 @@ FAMILY = Family(
     refused={"plain": [
         ({"context": None}, "no prompt"),
         ({"context": torch.zeros(1, 0, WIDTH)}, "without words"),
-        ({"x": torch.zeros(1, CHANNELS, 1, 8, 6)}, "several pictures in a row"),
-        ({"ref_latents": [torch.zeros(1, CHANNELS, 1, 8, 6)]}, "several pictures in a row"),
+        ({"x": torch.zeros(1, CHANNELS, 1, 8, 6)}, "several frames"),
+        ({"ref_latents": [torch.zeros(1, CHANNELS, 1, 8, 6)]}, "several frames"),
         ({"ref_latents": [torch.zeros(2, CHANNELS, 8, 6)]}, "another batch"),
-        ({"ref_latents": [torch.zeros(1, 16, 8, 6)]}, "other channels"),
+        ({"ref_latents": [torch.zeros(1, 16, 8, 6)]}, "kind of latent"),
         ({"ref_latents": [torch.zeros(1, CHANNELS, 8, 6)], "image_slots": [10]}, "outside the prompt"),
         ({"control": {"input": [torch.zeros(1)]}}, "control"),
         ({"of_another_pack": 1}, "of_another_pack"),
@@ -100,7 +100,7 @@ FAMILY = Family(
     sizes={FILE: Sizes(
         (Picture(2048, 2048, (1,)), Picture(1664, 928, (1,)), Picture(928, 1664, (1,))),
         "up to 2 in a batch, 256 to 2048 px, 50176 tokens",
-        "6032 image tokens, 30 tokens", more={"T": 30}, sampled={"B": 1, "N": 56},
+        "about 1248x1248, 30 tokens", more={"T": 30}, sampled={"B": 1, "N": 56},
     )},
     any_size={FILE: ("plain", "odd sides, a batch", "a prompt of one token", "two references, odd sides, a batch")},
     slow={"test_one_compiled_file_serves_calls_of_all_sizes": {FILE},

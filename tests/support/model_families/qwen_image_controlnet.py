@@ -39,7 +39,7 @@ FAMILY = Family(
     refused={"plain": [
         ({"attention_mask": torch.ones(1, 9)}, "attention_mask"),
         ({"guidance": torch.ones(1)}, "guidance"),
-        ({"x": torch.zeros(1, 16, 3, 8, 6)}, "several pictures in a row"),
-        ({"hint": torch.zeros(1, 16, 3, 8, 6)}, "several pictures in a row"),
+        ({"x": torch.zeros(1, 16, 3, 8, 6)}, "several frames"),
+        ({"hint": torch.zeros(1, 16, 3, 8, 6)}, "several frames"),
     ]},
 )  # fmt: skip

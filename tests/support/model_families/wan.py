@@ -70,7 +70,7 @@ def controlled(*strengths: float) -> Callable[[Random], dict[str, Any]]:
 
 
 LORA = tuple(f"blocks.{i}.{layer}" for i in range(2) for layer in ("self_attn.q", "cross_attn.v", "ffn.0"))
-USED_FOR = "up to 2 in a batch, 256 to 1280 px, 512 tokens, up to 33 latent frames"
+USED_FOR = "up to 2 in a batch, 256 to 1280 px, 512 tokens, up to 129 frames"
 PATCHES = {
     "dit replaced": replace_block,
     "attention": replace_attention,
@@ -110,10 +110,10 @@ FAMILY = Family(
             ({"control": {"input": [torch.zeros(1)]}}, "control"),
             ({"vace_context": torch.zeros(1)}, "vace_context"),
             ({"of_another_pack": 1}, "of_another_pack"),
-            ({"timestep": torch.zeros(1, 2)}, "timesteps of other parts"),
+            ({"timestep": torch.zeros(1, 2)}, "noise of its own for parts"),
         ],
         "a control video": [
-            ({"timestep": torch.zeros(1, 3)}, "timesteps of other parts"),
+            ({"timestep": torch.zeros(1, 3)}, "noise of its own for parts"),
             ({"vace_context": torch.zeros(1, 1, 96, 3, 7, 6)}, "odd sides"),
             ({"vace_strength": []}, "without a strength"),
         ],
@@ -146,10 +146,10 @@ FAMILY = Family(
     patched=["text to video", "a control video"],
     patches=PATCHES,
     sizes={
-        "tiny_wan": Sizes((Picture(832, 480, (1,), length=81),), USED_FOR, "832x480, 512 tokens, 21 latent frames",
+        "tiny_wan": Sizes((Picture(832, 480, (1,), length=81),), USED_FOR, "832x480, 512 tokens, 81 frames",
                           sampled={"B": 2, "F": 21, "R": 9, "C": 8}, length=81),
         "tiny_wan22_5b": Sizes((Picture(1280, 704, (1,), length=121),), USED_FOR,
-                               "1280x704, 512 tokens, 31 latent frames",
+                               "1280x704, 512 tokens, 121 frames",
                                sampled={"B": 2, "F": 21, "R": 4, "C": 4}, length=81),
     },
     compiled=("text to video", "a picture", "two control videos"),

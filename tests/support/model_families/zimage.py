@@ -50,9 +50,9 @@ FAMILY = Family(
     any_size={RANDOM: ("small", "odd sides, two pictures", "several groups", "many tokens")},
     half={"several groups": [torch.float16, torch.bfloat16]},
     refused={"small": [
-        ({"ref_latents": [torch.ones(1, 16, 8, 8)]}, "reference latents"),
+        ({"ref_latents": [torch.ones(1, 16, 8, 8)]}, "reference images"),
         ({"guidance": torch.ones(1)}, "guidance"),
-        ({"context": None}, "there is no prompt"),
+        ({"context": None}, "no prompt, which"),
     ]},
     ignored={"small": [{
         "attention_mask": torch.zeros(1, 9), "ref_latents": [], "ref_contexts": [torch.ones(1, 3, 64)],
