@@ -292,9 +292,9 @@ def _check_tensors(trt: ModuleType, request: BuildRequest, network: Any) -> list
     inputs = [spec for spec in request.inputs if spec.name in read]
     for spec in (*inputs, *request.outputs):
         if read.get(spec.name) != dtypes[spec.dtype]:
-            found = f"is {read[spec.name]}" if spec.name in read else "is missing"
+            found = f"is {read[spec.name]} and not {spec.dtype}" if spec.name in read else "is missing"
             raise BuildError(
-                f"TensorRT cannot read this model ({spec.name} {found} and not {spec.dtype}); nothing was built and "
+                f"TensorRT cannot read this model ({spec.name} {found}); nothing was built and "
                 "the normal model keeps running; report this model"
             )
     return inputs
