@@ -16,6 +16,7 @@ import pytest
 
 THE_PACK = "hybrid_trt"
 AGAIN = f"{THE_PACK}_renamed"
+OPERATION = "architectures.user_attention"
 
 
 @contextlib.contextmanager
@@ -46,10 +47,14 @@ def owner_of(place: str) -> tuple[Any, str]:
 
 @contextlib.contextmanager
 def pack_again() -> Iterator[str]:
-    """The pack to be imported anew under another name, which is given; gone afterwards."""
+    """The pack to be imported anew under another name, which is given; gone afterwards.
+
+    One module is the pack's own: it registers an operation with torch, which takes the latest function of a name.
+    """
     package = types.ModuleType(AGAIN)
     package.__path__ = [str(pack.ROOT)]
     sys.modules[AGAIN] = package
+    sys.modules[f"{AGAIN}.{OPERATION}"] = importlib.import_module(f"{THE_PACK}.{OPERATION}")
     try:
         yield AGAIN
     finally:
