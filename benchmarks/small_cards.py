@@ -9,7 +9,7 @@ sizes, a LoRA put in and out.
 
     python benchmarks/small_cards.py --my-card --comfyui ~/ComfyUI
 
-This measures your own card as it is, of 8 GB or more, in about five minutes, and prints a table. Nothing is downloaded;
+This measures your own card as it is, of 8 GB or more, and prints a table. Nothing is downloaded;
 models with random weights lie in ``build`` for so long (7 GB).
 """
 
@@ -67,7 +67,7 @@ MY_CARD = {"zimage_1024_fp8": "Z-Image fp8, 1024 px, 8 steps", "sdxl_1024": "SDX
 NEEDS = {"GPU memory": 5, "main memory": 10, "disk space": 9}
 """Free gigabytes that these need."""
 NEXT_WITHIN = 150.0
-"""Seconds after which no further model begins: so a slow card takes five minutes too."""
+"""Seconds after which no further model begins: so a slow card runs one model alone."""
 
 
 @contextmanager
@@ -265,7 +265,7 @@ def my_card(options: argparse.Namespace) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--comfyui", type=Path, required=True)
-    parser.add_argument("--my-card", action="store_true", help="measure this card in five minutes")
+    parser.add_argument("--my-card", action="store_true", help="measure this card as it is")
     parser.add_argument("--base", type=Path, help="where models and outputs go")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--cases", nargs="+", help="of large_models.py, by default zimage_1024")

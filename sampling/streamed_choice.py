@@ -2,7 +2,7 @@
 
 The engine's calls are timed in the second run that streams, native's in the third. From then on the faster one serves
 such runs. An engine that wins gains more at larger pictures, where copies hide behind computing; one that loses loses
-more at smaller ones. So a size between those that were measured is the only one to be measured again.
+more at smaller ones. So only a size between two measured ones is measured again.
 """
 
 from __future__ import annotations

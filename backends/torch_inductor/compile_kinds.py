@@ -118,7 +118,7 @@ def contents_of(of: Sequence[tuple[int, ...]], kinds: Sequence[Kind]) -> bytes:
 
 
 def calls_of_blocks(function: torch.nn.Module, given: Sequence[torch.Tensor]) -> list[list[Call]]:
-    """Return each block's calls in a call of the network: of those that are alike the last, the latest first.
+    """Return each block's calls in one call of the network, the latest first. Of alike calls only the last counts.
 
     On the meta device a block that is called as one like it before does not run: its results have the same shapes.
     """
