@@ -159,8 +159,11 @@ def _values(shape: Sequence[Any]) -> int:
 
 
 def _where(device: torch.device, patcher: ModelPatcher) -> str:
-    """Return the GPU in words, and whether native would have to apply patches."""
-    return gpu_of(device) + (", patched weights" if patcher.patches else "")
+    """Return the GPU in words, how ComfyUI loads the model there, and whether native would have to apply patches."""
+    found = [gpu_of(device), model_management.vram_state.name.lower()]
+    found += ["dynamic"] if patcher.is_dynamic() else []
+    found += ["patched weights"] if patcher.patches else []
+    return ", ".join(filter(None, found))
 
 
 def _room(device: torch.device) -> float:
