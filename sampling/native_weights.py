@@ -168,6 +168,7 @@ class NativeWeights(NotCopied):
         self._stand_in: OffloadedPatcher | None = None  # ComfyUI refers to it weakly
         self._memory = (0.0, 0.0)
         self._wanted = False
+        self._served = True
         self._gave_back = False
 
     def prepare(
@@ -184,8 +185,8 @@ class NativeWeights(NotCopied):
         rest = {"model_options": model_options, "force_full_load": force_full_load, "force_offload": force_offload}
         wanted, self._wanted, self._stand_in = self._wanted, False, None
         options = model_options or {}
-        serves = self._plan(model, options.get("transformer_options", {}), noise_shape)
-        if wanted or force_full_load or force_offload or not serves or not _may_wait(model, conds, options):
+        self._served = self._plan(model, options.get("transformer_options", {}), noise_shape)
+        if wanted or force_full_load or force_offload or not self._served or not _may_wait(model, conds, options):
             return executor(model, noise_shape, conds, **rest)
         if not model.is_dynamic():
             loaded = model.loaded_size() > 0
@@ -201,8 +202,11 @@ class NativeWeights(NotCopied):
         return executor(self._stand_in, noise_shape, conds, **rest)
 
     def bring(self) -> None:
-        """Load native's weights for a call and the rest of this run; the next run loads them at its start."""
-        self._wanted = True
+        """Load native's weights for a call and the rest of this run; the next run loads them at its start.
+
+        Calls of a run that was native's from the start say nothing of the next one.
+        """
+        self._wanted = self._served
         if self._stand_in is None:
             return
         native, self._stand_in = self._stand_in.native, None

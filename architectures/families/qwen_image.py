@@ -173,7 +173,7 @@ class _Attention(Attention):
             if norms:
                 split = [t.unflatten(-1, (self.heads, -1)) for t in both]
                 both = [norm(t).flatten(2) for t, norm in zip(split, norms, strict=True)]
-            # joined in three dimensions: ``keep_channels_last`` takes four for an image
+            # joined in three dimensions: ``inductor_tuning`` takes four for an image
             return torch.cat(both, 1).unflatten(-1, (self.heads, -1))
 
         q = heads(self.add_q_proj, self.to_q, (self.norm_added_q, self.norm_q))

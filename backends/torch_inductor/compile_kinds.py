@@ -99,10 +99,19 @@ def kinds_of(
     for number, block in enumerate(function.blocks):
         own = _kinds_of(block, [call for run in seen for call in run[number]])
         for key, alike in own.items():
-            found.setdefault(key, (block, alike))
+            _, known = found.setdefault(key, (block, alike))
+            known += [call for call in alike if not _is_covered(call, known)]
         usual[next(iter(own))] += 1
         of.append(tuple(map(list(found).index, own)))
     return [Alike(*one, _key(key, one[1]), usual[key]) for key, one in found.items()], of
+
+
+def _is_covered(call: Call, known: Sequence[Call]) -> bool:
+    """Tell whether a block's call has each size that all known calls of its kind have: code for them holds for it."""
+    for *shapes, own in zip(*(one.sizes for one in known), call.sizes, strict=True):
+        if any(set(sizes) == {sizes[0]} and size != sizes[0] for *sizes, size in zip(*shapes, own, strict=True)):
+            return False
+    return True
 
 
 def _key(kind: tuple, calls: Sequence[Call]) -> str:

@@ -156,7 +156,7 @@ def traced(
     given = free.examples(given[:count], given[count:])
     graph = make_fx(flat, decomposition_table=inductor_tuning.TABLE, tracing_mode="symbolic")(*given)
     _refuse_numbers(graph)
-    inductor_tuning.keep_channels_last(graph)
+    inductor_tuning.change_layouts(graph)
     graph_passes.write_out_quantised(graph)
     return graph, given
 

@@ -395,6 +395,19 @@ def test_a_block_that_is_called_otherwise_runs_plainly_and_inputs_are_not_writte
     assert torch.equal(x, given)
 
 
+def test_sizes_in_which_blocks_of_a_kind_differ_are_left_free() -> None:
+    class Shorter(torch.nn.Sequential):
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor]:
+            for block in self:
+                x = block(x.clone())[:, 1:]
+            return (x,)
+
+    net = Shorter(Block(0), Block(0), Block(0))
+    net.blocks = in_blocks(net)
+    ((alike,), _) = compile_kinds.kinds_of(net, [[torch.randn(size, 50, 4)] for size in (2, 1, 3)])
+    assert compile_kinds.FreeDimensions([call.inputs for call in alike.calls]).fixed == {(0, 2): 4}
+
+
 @COMPILES
 def test_closed_blocks_compute_as_they_are() -> None:
     net = Network().requires_grad_(False)

@@ -8,8 +8,11 @@ from functools import partial
 
 import pytest
 import torch
-from hybrid_trt.backends.torch_inductor import inductor_tuning
+from compiling import COMPILES
+from hybrid_trt.architectures.families.autoencoder import with_edges
+from hybrid_trt.backends.torch_inductor import compiled, inductor_tuning
 from hybrid_trt.backends.torch_inductor.free_dimensions import FreeDimensions
+from torch._inductor.utils import run_and_get_code
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -209,7 +212,7 @@ def joined(
 
 def test_channels_put_together_lie_on_a_gpu_as_convolutions_read_them() -> None:
     graph = joined("cuda")
-    inductor_tuning.keep_channels_last(graph)
+    inductor_tuning.change_layouts(graph)
     (cat,) = graph.graph.find_nodes(op="call_function", target=aten.cat.default)
     (reader,) = cat.users
     assert reader.args == (cat, (768, 1, 96, 12))
@@ -219,7 +222,7 @@ def test_channels_put_together_lie_on_a_gpu_as_convolutions_read_them() -> None:
     assert torch.equal(graph(a, b), torch.cat([a, b], 1) * 2)
     on_cpu = joined("cpu")
     before = str(on_cpu.graph)
-    inductor_tuning.keep_channels_last(on_cpu)
+    inductor_tuning.change_layouts(on_cpu)
     assert str(on_cpu.graph) == before, "there they stay as they are"
 
 
@@ -230,8 +233,29 @@ def test_channels_put_together_lie_on_a_gpu_as_convolutions_read_them() -> None:
 def test_tokens_put_together_stay_as_they_are(read: Callable[[torch.Tensor], torch.Tensor], mode: str) -> None:
     graph = joined("cuda", read, mode)
     before = str(graph.graph)
-    inductor_tuning.keep_channels_last(graph)
+    inductor_tuning.change_layouts(graph)
     assert str(graph.graph) == before
+
+
+class Padded(torch.nn.Module):
+    def forward(self, video: torch.Tensor) -> tuple[torch.Tensor]:
+        return (with_edges(video, 2, 1, mirrored=True),)
+
+
+@COMPILES
+def test_rows_at_an_edge_are_copied_from_places_in_memory() -> None:
+    calls = [[image(1, 64, *size, layout=torch.channels_last_3d)] for size in ((3, 6, 5), (4, 7, 8), (2, 3, 4))]
+    free = FreeDimensions(calls)
+    with torch.inference_mode(False):
+        graph, given = compiled.traced(Padded(), [], [], calls[0], free)
+        run, (code,) = run_and_get_code(compiled.by_inductor, graph, given, free)
+    assert "aten.cumsum" in code, "numbers made of sizes alone would be computed in the kernel that copies"
+    assert "abs" not in code[code.index("index out of bounds") - 1000 : code.index("index out of bounds")]
+    for (video,) in calls:
+        expected = torch.nn.functional.pad(video, (1, 1, 1, 1, 0, 0), mode="reflect")
+        expected = torch.cat([expected[:, :, :1]] * 2 + [expected, expected[:, :, -1:]], 2)
+        assert torch.equal(Padded()(video)[0], expected)
+        assert torch.equal(run(video)[0], expected)
 
 
 @pytest.mark.parametrize(("side", "kernel"), [(9, 3), (40, 3), (40, 1)], ids=["few pixels", "many", "one by one"])

@@ -17,8 +17,9 @@ from comfy.controlnet import ControlLora
 from comfy.model_patcher import ModelPatcher
 from hybrid_trt.backends import backends
 from hybrid_trt.backends.torch_inductor.session import LiveSession
-from hybrid_trt.engine_library import Library, trust
+from hybrid_trt.engine_library import Fallback, Library, Reason, trust
 from hybrid_trt.engine_library.gpu import gpu_of
+from hybrid_trt.sampling import model_wrapper
 from hybrid_trt.sampling.engine_patcher import EnginePatcher
 from hybrid_trt.sampling.native_weights import OffloadedPatcher
 from hybrid_trt.sessions.file_session import FileSession
@@ -94,6 +95,20 @@ def test_a_run_after_one_that_needed_native_has_its_weights_from_the_start_and_o
         patched.sample(step=lambda _i: held[-1].append(on_device(patched.model)))
         assert patched.counts == (STEPS, 0)
     assert held == [[all_of(patched.native)] * STEPS, [0] * STEPS]
+
+
+def test_weights_wait_again_after_a_run_that_was_natives_because_it_was_to_be_timed(
+    patched: Patched, device: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    patched.sample()
+    with monkeypatch.context() as timed:
+        timed.setattr(model_wrapper, "why_native", lambda *_: Fallback(Reason.LARGER_THAN_GPU, "it is timed"))
+        patched.sample()
+        assert patched.counts == (0, STEPS)
+    held = []
+    patched.sample(step=lambda _i: held.append(on_device(patched.model)))
+    assert patched.counts == (STEPS, 0)
+    assert held == [0] * STEPS, "the engine has the GPU's memory from the start"
 
 
 def test_a_workflow_that_runs_both_ways_in_turn_does_not_move_the_weights_each_time(
