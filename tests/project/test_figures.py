@@ -69,7 +69,8 @@ COLUMNS: dict[str, str] = {
 
 UNHELD = {
     "limits and needs, which the code or a card sets": (
-        "1e-5", "8 to 24 GB", "with 16 GB and of Krea 2 with 12 GB are of", "card of 8 GB or more", "of which 8 GB were free", "took more than 150 seconds",
+        "1e-5", "8 to 24 GB", "with 16 GB and of Krea 2 with 12 GB are of", "card of 8 GB or more",
+        "of which 8 GB were free", "took more than 150 seconds",
         "are 5 GB of free GPU memory, 10 GB of main memory and 9 GB of disk",
         "24 GB, 20 GB of disk and 10 minutes",
         "6 GB of downloads", "every 5 seconds", "40 seconds", "above 32 MB", "after 20 seconds", "within 0.1 s",
