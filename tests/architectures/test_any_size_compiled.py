@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 from builds import until
 from comfy_process import ComfyProcess
 from scenarios import Scenario, latent_of, native_latent, prompt, relative_difference
@@ -33,6 +34,7 @@ def press_build(comfy: ComfyProcess, graph: dict[str, Any]) -> None:
     assert state(comfy, graph)["job"]["state"] == "done"
 
 
+@pytest.mark.slow
 def test_a_press_compiles_once_for_the_pictures_and_prompts_of_all_graphs(comfy: ComfyProcess) -> None:
     asked = prompt(TALL, engines=True, name="size")
     press_build(comfy, asked)
