@@ -22,6 +22,7 @@ import torch
 
 from ...engine_library import BuildError
 from . import graph_passes, inductor_tuning
+from .launch_order import in_little_memory
 
 if TYPE_CHECKING:
     from .free_dimensions import FreeDimensions
@@ -177,7 +178,7 @@ def by_inductor(graph: torch.fx.GraphModule, given: Sequence[torch.Tensor], free
 
     # from its caches Inductor takes code without the conditions on sizes that it holds for
     never_seen = torch.compiler.config.patch(cache_key_tag=uuid.uuid4().hex)
-    with _choices(), free.known_to_inductor(), never_seen:
+    with _choices(), in_little_memory(), free.known_to_inductor(), never_seen:
         return torch._inductor.standalone_compile(graph, given, dynamic_shapes="from_tracing_context", aot=True)
 
 
