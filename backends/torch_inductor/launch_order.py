@@ -1,7 +1,7 @@
 """The order in which a block's kernels are launched: of Inductor's, with less memory held in between.
 
 Inductor's own reordering counts a tensor that is put together of others twice. So it prepares the frames that are kept
-for a video's later convolutions first of all: Wan's VAE held a third more memory in its largest blocks.
+for a video's later convolutions first of all, and a block holds the tensors of two convolutions at once.
 """
 
 from __future__ import annotations
