@@ -50,6 +50,7 @@ _QWEN = {"in_channels": 64, "num_layers": 60, "attention_head_dim": 128, "num_at
          "joint_attention_dim": 3584, "axes_dims_rope": [16, 56, 56]}  # fmt: skip
 _KREA2 = {"features": 6144, "heads": 48, "kvheads": 12, "layers": 28, "txtdim": 2560, "txtlayers": 12}
 _WAN = small.WAN | {"dim": 5120, "ffn_dim": 13824, "num_heads": 40, "num_layers": 40}
+_WAN_5B = small.WAN_5B | {"dim": 3072, "ffn_dim": 14336, "num_heads": 24, "num_layers": 30}
 _HUNYUAN15 = small.HUNYUAN_VIDEO15 | {"hidden_size": 2048, "num_heads": 16, "context_in_dim": 3584, "depth": 54,
                                 "depth_single_blocks": 0}  # fmt: skip
 _QWEN21 = {"width": 4096, "head": 128, "layers": 32, "prompt": 4096, "channels": 64}
@@ -126,6 +127,9 @@ CASES = {
     "wan22_480": _VIDEO, "wan22_480_fp8": replace(_VIDEO, eight_bit="fp8"),
     "wan22_480_49_fp8": replace(_VIDEO, eight_bit="fp8", length=49),
     "wan22_480_81_fp8": replace(_VIDEO, eight_bit="fp8", length=81),
+    "wan22_480_81_int8": replace(_VIDEO, eight_bit="int8", length=81),
+    "wan22_720_81_fp8": replace(_VIDEO, eight_bit="fp8", side=1280, height=720, length=81),
+    "wan22_5b_704_121": replace(_VIDEO, config=_WAN_5B, tiny=small.WAN_5B, side=1280, height=704, length=121),
     "sdxl_1024": Case("unet", CONFIGS["sdxl"], SDXL, 1024, 77, 2048, 2048, pooled=1280),
     "hunyuan15_480": Case("hunyuan", _HUNYUAN15, small.HUNYUAN_VIDEO15, 848, 128, 3584, 64, 768, height=480, length=33),
     "h3_480_124": _MINIMAX, "h3_480_124_int8": replace(_MINIMAX, eight_bit="int8"),
@@ -299,7 +303,7 @@ def measure(case: Case, options: argparse.Namespace) -> dict[str, Any]:
 
     tiny = options.tiny
     memory = None if tiny else PeakMemory()
-    steps = 3 if tiny else STEPS
+    steps = 3 if tiny else options.steps
     model = Model(case, options.base, tiny)
     row: dict[str, Any] = {"precision": model.network.precision, "side": model.side, "height": model.height,
                            "length": case.length, "tokens": case.tokens, "remark": model.remark}
@@ -376,6 +380,7 @@ def main() -> None:
     parser.add_argument("--base", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
+    parser.add_argument("--steps", type=int, default=STEPS, help="steps of a sampling, the first two untimed")
     parser.add_argument("--profile", action="store_true", help="also the kernels of a step")
     parser.add_argument("--compiled", action="store_true", help="also core's TorchCompileModel")
     parser.add_argument("--again", action="store_true", help="with engines that an earlier process has built")

@@ -29,7 +29,8 @@ from prompts import node, relative_difference
 
 WAYS = {"stock": ("stock", 1), "one": ("build first", 1), "two": ("build first", 2)}
 """Name -> way of ``first_minutes`` and number of GPUs."""
-SETTLING, RUNS = 3, 3
+SETTLING, RUNS, SHORT = 1, 3, 4
+"""Prompts before those that are timed, and these; and steps of a prompt among ``--changing``."""
 
 
 def queued(bench: Bench, comfy: ComfyProcess, way: str, seed: int, steps: int) -> History:
@@ -66,6 +67,8 @@ def measure(bench: Bench) -> dict[str, Any]:
         for way in WAYS:
             first = queued(bench, comfy, way, 1, steps)
             latents[way] = latent(first)
+            if way == "stock":  # the picture alone
+                continue
             few, many = [], []
             for number in range(SETTLING):
                 queued(bench, comfy, way, 10 + number, steps)
@@ -77,20 +80,19 @@ def measure(bench: Bench) -> dict[str, Any]:
                     f"{way}_step_s": round((seconds - statistics.median(few)) / (steps - steps // 2), 4),
                     f"{way}_used_gb": used_gb(bench)}  # fmt: skip
             row[f"{way}_rel_err"] = round(relative_difference(latents[way], latents["stock"]), 5)
-            if way != "stock":
-                report = many[-1].output("report", "report")[0]
-                row[f"{way}_ran"] = [(one["backend"], one["engine"], one["native"], one.get("remark", ""))
-                                     for one in report["rows"]]  # fmt: skip
+            report = many[-1].output("report", "report")[0]
+            row[f"{way}_ran"] = [(one["backend"], one["engine"], one["native"], one.get("remark", ""))
+                                 for one in report["rows"]]  # fmt: skip
         if count := bench.options.changing:
-            row |= changing(bench, comfy, count, steps)
+            row |= changing(bench, comfy, count)
     return row
 
 
-def changing(bench: Bench, comfy: ComfyProcess, count: int, steps: int) -> dict[str, Any]:
+def changing(bench: Bench, comfy: ComfyProcess, count: int) -> dict[str, Any]:
     """Prompts that change between one and two GPUs: the largest distance between both, and memory after some."""
     errors, used, before = [], [], None
     for number in range(count):
-        value = latent(queued(bench, comfy, ("one", "two")[number % 2], 100 + number // 2, steps))
+        value = latent(queued(bench, comfy, ("one", "two")[number % 2], 100 + number // 2, SHORT))
         if number % 2:
             errors.append(relative_difference(value, before))
         before = value

@@ -207,6 +207,21 @@ def by_processes(rank: int, name: str, out: str) -> None:
     dist.destroy_process_group()
 
 
+def exchange_gb_s(devices: list[torch.device]) -> float:
+    """Return the GB a second that two GPUs read from each other, both at once."""
+    ours = [torch.empty(1 << 28, dtype=torch.uint8, device=device) for device in devices]
+    streams = [torch.cuda.Stream(device) for device in devices]
+
+    def both() -> None:
+        for stream, here, there in zip(streams, ours, reversed(devices), strict=True):
+            with torch.cuda.stream(stream):
+                here.to(there, non_blocking=True)
+        for device in devices:
+            torch.cuda.synchronize(device)
+
+    return round(ours[0].nbytes / 1e6 / timed(both, devices[0]), 1)
+
+
 def compiled() -> tuple[Callable, Callable]:
     torch._dynamo.config.recompile_limit = 64  # each device, size and case has code of its own
     return torch.compile(before, dynamic=False), torch.compile(behind, dynamic=False)
@@ -228,7 +243,7 @@ def main() -> None:
         return tiny()
     torch.backends.cuda.enable_flash_sdp(False)  # so that cuDNN's kernel is taken
     devices = [torch.device("cuda", number) for number in range(2)]
-    peer, found = torch.cuda.can_device_access_peer(*devices), []
+    peer, found, gb_s = torch.cuda.can_device_access_peer(*devices), [], exchange_gb_s(devices)
     for name, shape in SHAPES.items():
         one, whole = alone(shape, devices[0], torch.bfloat16, compiled())
         torch.cuda.empty_cache()
@@ -242,7 +257,8 @@ def main() -> None:
         kept.unlink()
         found.append(row)
         print(row, flush=True)
-        meta = {"gpu": torch.cuda.get_device_name(0), "peer_access": peer, "torch": torch.__version__}
+        meta = {"gpu": torch.cuda.get_device_name(0), "peer_access": peer, "exchange_gb_s": gb_s,
+                "torch": torch.__version__}
         options.out.write_text(json.dumps({"command": "python benchmarks/split_tokens.py", "meta": meta, "rows": found},
                                           indent=1) + "\n", encoding="utf-8")  # fmt: skip
     return None

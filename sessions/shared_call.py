@@ -32,8 +32,7 @@ PATIENCE = 120
 class Exchange:
     """Keys and values of the picture's tokens, from each GPU to all others.
 
-    Each GPU has two places by turns. It comes back to the first when all have met at the second, so all have begun to
-    copy from it.
+    Each GPU has two places by turns. When all have met at the second, the copies from the first are under way.
     """
 
     def __init__(
@@ -47,12 +46,19 @@ class Exchange:
         self._devices, self._own, self._front, self._beside = devices, own, front, beside
         self._meet = threading.Barrier(len(devices), timeout=PATIENCE)
         self._given: list[list[Any]] = [[None] * len(devices) for _ in range(2)]
+        self._read: list[list[list[torch.cuda.Event]]] = [[[] for _ in devices] for _ in range(2)]
         cuda = devices[0].type == "cuda"
         self._streams = [[torch.cuda.Stream(device) if cuda else None for device in devices] for _ in devices]
 
     def abort(self) -> None:
         """End the others' wait: a GPU has failed."""
         self._meet.abort()
+
+    def end(self) -> None:
+        """Let each GPU reuse memory only when the others have read it; after the call, when all threads ended."""
+        for turn in range(2):
+            for rank in range(len(self._devices)):
+                self._let_go(turn, rank)
 
     def gather(self, rank: int) -> Gather:
         """Return what gives a GPU the keys and values of all."""
@@ -70,26 +76,35 @@ class Exchange:
             parts = [t.narrow(2, start, own).clone() for t in (k, v)]
             self._given[turn][rank] = parts, _now(self._devices[rank])
             self._meet.wait()
-            found = [parts if other == rank else self._copied(*self._given[turn][other], rank, other)
+            self._let_go(1 - turn, rank)
+            found = [parts if other == rank else self._copied(turn, rank, other)
                      for other in range(len(self._devices))]  # fmt: skip
             return tuple(torch.cat([t[:, :, :start], *(part[i] for part in found), t[:, :, start + own :]], 2)
                          for i, t in enumerate((k, v)))  # fmt: skip
 
         return gathered
 
-    def _copied(
-        self, parts: Sequence[torch.Tensor], ready: torch.cuda.Event | None, rank: int, other: int
-    ) -> list[torch.Tensor]:
+    def _copied(self, turn: int, rank: int, other: int) -> list[torch.Tensor]:
         """Copy from another GPU, on a stream of that GPU's which nothing else uses."""
+        parts, ready = self._given[turn][other]
         stream = self._streams[rank][other]
         if stream is None:
             return list(parts)
         with torch.cuda.stream(stream):
             stream.wait_event(ready)
             found = [part.to(self._devices[rank], non_blocking=True) for part in parts]
-        for part in parts:
-            part.record_stream(stream)
+            self._read[turn][other].append(stream.record_event())
         return found
+
+    def _let_go(self, turn: int, rank: int) -> None:
+        """Drop what a GPU gave; its own stream waits for the copies, so its memory is free at once.
+
+        ``Tensor.record_stream`` would keep that memory until the host waits for the GPU.
+        """
+        for event in self._read[turn][rank]:
+            torch.cuda.current_stream(self._devices[rank]).wait_event(event)
+        self._read[turn][rank].clear()
+        self._given[turn][rank] = None
 
 
 def _now(device: torch.device) -> torch.cuda.Event | None:
@@ -143,6 +158,7 @@ def run_shared(
                 results.append(result())
             except Exception as error:
                 results.append(error)
+    exchange.end()
     failed = [error for error in results if isinstance(error, Exception)]
     if failed:
         raise next((e for e in failed if not isinstance(e.__cause__, threading.BrokenBarrierError)), failed[0])

@@ -181,9 +181,9 @@ def test_compiled_blocks_share_tokens_too_however_late_a_gpu_reads_the_others(
     prompt, copied = case.of(kind), Exchange._copied
     path = models[prompt.file]
 
-    def late(self: Exchange, parts: Any, ready: Any, rank: int, other: int) -> list[torch.Tensor]:
+    def late(self: Exchange, turn: int, rank: int, other: int) -> list[torch.Tensor]:
         time.sleep(0.02 * rank)
-        return [part.clone() for part in copied(self, parts, ready, rank, other)]
+        return [part.clone() for part in copied(self, turn, rank, other)]
 
     monkeypatch.setattr(Exchange, "_copied", late)
     expected = prompt.sample(token_networks.load(str(path)))
