@@ -17,8 +17,10 @@ import logging
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextvars import Context, copy_context
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -165,6 +167,7 @@ class SharedRun(NotCopied):
         self._trial = Trial()
         self._controls: list[EngineControlModel] = []
         self._devices: list[torch.device] = []
+        self._threads: list[ThreadPoolExecutor] = []
 
     def prepare(
         self, executor: WrapperExecutor, model: ModelPatcher, noise_shape: Any, conds: Mapping[str, list], *rest: Any,
@@ -204,12 +207,13 @@ class SharedRun(NotCopied):
             others: the handles of the other GPUs, and the patchers that ComfyUI samples with there.
         """
         trial, several = self._trial, f"{1 + len(others)} GPUs"
+        share = partial(_shared, self._threads, handle, others, given, extras)
         if trial.is_lost:
             self.unshared = f"it takes {times(1e3 * trial.alone)}, and {several} {times(1e3 * trial.shared)}"
         self.unshared = self.unshared or _why_unshared(handle)
         if self.unshared is None and late is None:
             try:
-                shared = (_shared if trial.is_over else self._compared)(handle, others, given, extras)
+                shared = share() if trial.is_over else self._compared(share, handle, given, extras)
                 said = f"The first {TRIED} steps are computed by {several} and by one, to compare both"
                 if trial.is_over and not trial.is_lost:
                     took, alone = (times(1e3 * seconds) for seconds in (trial.shared, trial.alone))
@@ -224,12 +228,12 @@ class SharedRun(NotCopied):
         return handle.session.run(given, extras, late)
 
     def _compared(
-        self, handle: EngineHandle, others: Mapping[EngineHandle, ModelPatcher], given: Mapping[str, torch.Tensor],
+        self, share: Callable[[], dict[str, torch.Tensor]], handle: EngineHandle, given: Mapping[str, torch.Tensor],
         extras: Mapping[str, Any] | None,
     ) -> dict[str, torch.Tensor]:  # fmt: skip
         """Run a call on all GPUs, and on one: Unavailable where the first is wrong."""
         device, trial = handle.network.device, self._trial
-        shared, trial.shared = _timed(lambda: _shared(handle, others, given, extras), device)
+        shared, trial.shared = _timed(share, device)
         expected, trial.alone = _timed(lambda: handle.session.run(given, extras), device)
         trial.calls += 1
         error = max(relative_error(shared[name], expected[name]) for name in expected)
@@ -256,8 +260,8 @@ def _why_unshared(handle: EngineHandle) -> str | None:
 
 
 def _shared(
-    handle: EngineHandle, others: Mapping[EngineHandle, ModelPatcher], given: Mapping[str, torch.Tensor],
-    extras: Mapping[str, Any] | None,
+    threads: list[ThreadPoolExecutor], handle: EngineHandle, others: Mapping[EngineHandle, ModelPatcher],
+    given: Mapping[str, torch.Tensor], extras: Mapping[str, Any] | None,
 ) -> dict[str, torch.Tensor]:  # fmt: skip
     for other, patcher in others.items():
         if patcher is None:
@@ -272,7 +276,9 @@ def _shared(
     tensors = (specs(network.module, network.precision) for specs in
                (network.architecture().inputs, network.architecture().outputs))  # fmt: skip
     devices = [one.network.device for one in all_of_them]
-    return run_shared([one.session for one in all_of_them], devices, network.architecture(), *tensors, given, extras)
+    threads += [ThreadPoolExecutor(1, "hybrid-trt-gpu") for _ in others][len(threads) :]
+    return run_shared([one.session for one in all_of_them], devices, network.architecture(), *tensors, given, extras,
+                      threads[: len(others)])  # fmt: skip
 
 
 def _timed(run: Callable[[], dict[str, torch.Tensor]], device: torch.device) -> tuple[dict[str, torch.Tensor], float]:

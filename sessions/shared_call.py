@@ -1,14 +1,15 @@
 """A call whose tokens several GPUs share: a session on each computes its tokens, in a thread of its own.
 
-In each attention over the picture's tokens the threads meet, and each copies keys and values from the other GPUs'
-memory, beside what these compute. So all GPUs have to make the same calls of attention.
+The threads take turns: each starts its GPU's work up to the next attention over the picture's tokens. When its turn
+comes again it copies keys and values from the other GPUs' memory, beside what these compute. So all GPUs have to make
+the same calls of attention. Threads that run at once would compete for Python's lock.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Collection, Hashable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, wait
 from contextlib import nullcontext
 from contextvars import copy_context
 from typing import TYPE_CHECKING, Any
@@ -29,10 +30,14 @@ PATIENCE = 120
 """Seconds for which a GPU waits for the others."""
 
 
+class OtherFailed(RuntimeError):
+    """Ends a GPU's share of a call that another GPU cannot complete."""
+
+
 class Exchange:
     """Keys and values of the picture's tokens, from each GPU to all others.
 
-    Each GPU has two places by turns. When all have met at the second, the copies from the first are under way.
+    Each GPU has two places by turns. When all have given at the second, the copies from the first are under way.
     """
 
     def __init__(
@@ -44,15 +49,31 @@ class Exchange:
             front, beside: see ``SharedTokens.beside``.
         """
         self._devices, self._own, self._front, self._beside = devices, own, front, beside
-        self._meet = threading.Barrier(len(devices), timeout=PATIENCE)
+        self._turns = [threading.Semaphore(int(rank == 0)) for rank in range(len(devices))]
+        self._failed = False
         self._given: list[list[Any]] = [[None] * len(devices) for _ in range(2)]
         self._read: list[list[list[torch.cuda.Event]]] = [[[] for _ in devices] for _ in range(2)]
         cuda = devices[0].type == "cuda"
         self._streams = [[torch.cuda.Stream(device) if cuda else None for device in devices] for _ in devices]
 
+    def wait(self, rank: int) -> None:
+        """Wait for a GPU's turn.
+
+        Raises:
+            OtherFailed: another GPU has failed, or does not end its turn.
+        """
+        if not self._turns[rank].acquire(timeout=PATIENCE) or self._failed:
+            raise OtherFailed("another GPU failed")
+
+    def pass_on(self, rank: int) -> None:
+        """End a GPU's turn."""
+        self._turns[(rank + 1) % len(self._turns)].release()
+
     def abort(self) -> None:
         """End the others' wait: a GPU has failed."""
-        self._meet.abort()
+        self._failed = True
+        for turn in self._turns:
+            turn.release()
 
     def end(self) -> None:
         """Let each GPU reuse memory only when the others have read it; after the call, when all threads ended."""
@@ -75,7 +96,8 @@ class Exchange:
             # copies: compiled code writes to a buffer again as soon as this attention is computed
             parts = [t.narrow(2, start, own).clone() for t in (k, v)]
             self._given[turn][rank] = parts, _now(self._devices[rank])
-            self._meet.wait()
+            self.pass_on(rank)
+            self.wait(rank)
             self._let_go(1 - turn, rank)
             found = [parts if other == rank else self._copied(turn, rank, other)
                      for other in range(len(self._devices))]  # fmt: skip
@@ -115,9 +137,13 @@ def _now(device: torch.device) -> torch.cuda.Event | None:
 def run_shared(
     sessions: Sequence[Session], devices: Sequence[torch.device], architecture: Architecture,
     inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec], given: Mapping[str, torch.Tensor],
-    extras: Mapping[str, Hashable] | None,
+    extras: Mapping[str, Hashable] | None, threads: Sequence[Executor],
 ) -> dict[str, torch.Tensor]:  # fmt: skip
     """Compute a call by several sessions, a share of its tokens each; see ``Session.run``.
+
+    Args:
+        threads: one for each session but the first. They are kept from call to call: each thread has cuDNN's plans of
+            attention made anew.
 
     Raises:
         Unavailable: the call cannot be shared, or a GPU failed. The others have stopped then.
@@ -143,23 +169,29 @@ def run_shared(
         here = torch.cuda.device(device) if device.type == "cuda" else nullcontext()
         with here, torch.inference_mode(inference), torch.no_grad(), gathering(exchange.gather(rank)):
             try:
-                return sessions[rank].run(taken(inputs, given, whole, shared.symbol, begin, size), extras)
+                exchange.wait(rank)
+                found = sessions[rank].run(taken(inputs, given, whole, shared.symbol, begin, size), extras)
+                exchange.pass_on(rank)
+                return found
             except BaseException:
                 exchange.abort()
                 raise
 
     parts = list(enumerate(shares(whole[shared.symbol], len(sessions))))
-    # torch's choice of a kernel is for the whole process: threads inside find what they want, and put it back
-    with best_attention(devices[0]), ThreadPoolExecutor(len(sessions) - 1) as threads:
-        begun = [threads.submit(copy_context().run, compute, rank, *part) for rank, part in parts[1:]]
-        results: list[Any] = []
-        for result in (lambda: compute(0, *parts[0][1]), *(one.result for one in begun)):
-            try:
-                results.append(result())
-            except Exception as error:
-                results.append(error)
-    exchange.end()
+    results: list[Any] = []
+    with best_attention(devices[0]):  # for the whole process: threads inside find what they want, and put it back
+        begun = [thread.submit(copy_context().run, compute, rank, *part)
+                 for thread, (rank, part) in zip(threads, parts[1:], strict=True)]  # fmt: skip
+        try:
+            for result in (lambda: compute(0, *parts[0][1]), *(one.result for one in begun)):
+                try:
+                    results.append(result())
+                except Exception as error:
+                    results.append(error)
+        finally:
+            wait(begun)
+            exchange.end()
     failed = [error for error in results if isinstance(error, Exception)]
     if failed:
-        raise next((e for e in failed if not isinstance(e.__cause__, threading.BrokenBarrierError)), failed[0])
+        raise next((e for e in failed if not isinstance(e.__cause__, OtherFailed)), failed[0])
     return put_together(outputs, results, each, shared.symbol)
