@@ -276,9 +276,9 @@ def _shared(
     tensors = (specs(network.module, network.precision) for specs in
                (network.architecture().inputs, network.architecture().outputs))  # fmt: skip
     devices = [one.network.device for one in all_of_them]
-    threads += [ThreadPoolExecutor(1, "hybrid-trt-gpu") for _ in others][len(threads) :]
+    threads += [ThreadPoolExecutor(1, "hybrid-trt-gpu") for _ in devices][len(threads) :]
     return run_shared([one.session for one in all_of_them], devices, network.architecture(), *tensors, given, extras,
-                      threads[: len(others)])  # fmt: skip
+                      threads[: len(devices)])  # fmt: skip
 
 
 def _timed(run: Callable[[], dict[str, torch.Tensor]], device: torch.device) -> tuple[dict[str, torch.Tensor], float]:

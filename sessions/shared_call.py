@@ -10,7 +10,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Collection, Hashable, Mapping, Sequence
 from concurrent.futures import Executor, wait
-from contextlib import nullcontext
 from contextvars import copy_context
 from typing import TYPE_CHECKING, Any
 
@@ -142,8 +141,8 @@ def run_shared(
     """Compute a call by several sessions, a share of its tokens each; see ``Session.run``.
 
     Args:
-        threads: one for each session but the first. They are kept from call to call: each thread has cuDNN's plans of
-            attention made anew.
+        threads: one for each session, the same ones in each call: a new thread has cuDNN's plans of attention made
+            anew.
 
     Raises:
         Unavailable: the call cannot be shared, or a GPU failed. The others have stopped then.
@@ -163,10 +162,10 @@ def run_shared(
         raise Unavailable(Reason.UNSUPPORTED_INPUT, "a GPU's share would be empty, or as long as its prompt or sound")
     exchange = Exchange(devices, own, front, beside)
     inference = torch.is_inference_mode_enabled()
+    streams = [torch.cuda.current_stream(device) if device.type == "cuda" else None for device in devices]
 
     def compute(rank: int, begin: int, size: int) -> dict[str, torch.Tensor]:
-        device = devices[rank]
-        here = torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+        here = torch.cuda.stream(streams[rank])
         with here, torch.inference_mode(inference), torch.no_grad(), gathering(exchange.gather(rank)):
             try:
                 exchange.wait(rank)
@@ -177,15 +176,14 @@ def run_shared(
                 exchange.abort()
                 raise
 
-    parts = list(enumerate(shares(whole[shared.symbol], len(sessions))))
-    results: list[Any] = []
+    parts, results = shares(whole[shared.symbol], len(sessions)), []
     with best_attention(devices[0]):  # for the whole process: threads inside find what they want, and put it back
         begun = [thread.submit(copy_context().run, compute, rank, *part)
-                 for thread, (rank, part) in zip(threads, parts[1:], strict=True)]  # fmt: skip
+                 for rank, (thread, part) in enumerate(zip(threads, parts, strict=True))]  # fmt: skip
         try:
-            for result in (lambda: compute(0, *parts[0][1]), *(one.result for one in begun)):
+            for one in begun:
                 try:
-                    results.append(result())
+                    results.append(one.result())
                 except Exception as error:
                     results.append(error)
         finally:

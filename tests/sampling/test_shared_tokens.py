@@ -1,6 +1,6 @@
 """A step with a single call on several GPUs: they share its tokens, and the picture is native's.
 
-The further GPUs are doubles, the CPU under other names. Nothing of this ran on two real GPUs yet.
+The further GPUs are doubles, the CPU under other names.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from family_contract import Prompt, drawing
 from hybrid_trt.architectures import architectures
 from hybrid_trt.architectures.shapes import Dim, TensorSpec
 from hybrid_trt.architectures.shared_tokens import put_together, shares, taken
+from hybrid_trt.architectures.user_attention import gathers
 from hybrid_trt.backends import backends
 from hybrid_trt.backends.torch_inductor.session import LiveSession
 from hybrid_trt.comfy_model.network import NativeNetwork
@@ -323,6 +324,24 @@ def test_one_gpu_has_captured_its_graph_before_its_call_is_timed_and_drops_it(
         of_one_gpu = found[1::2]
         assert of_one_gpu[-2:] == [(1, 1), (1, 2)], "the last call is a replay alone"
         assert len(session.graphs) == 0
+
+
+def test_each_gpu_keeps_its_thread_for_all_steps_and_prompts(
+    devices: int, models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A new thread has cuDNN's plans of attention made anew."""
+    used, run = set(), LiveSession.run
+
+    def noted(self: LiveSession, *given: Any) -> dict[str, torch.Tensor]:
+        if gathers():
+            used.add((id(self), threading.get_ident()))
+        return run(self, *given)
+
+    monkeypatch.setattr(LiveSession, "run", noted)
+    with shared(models["tiny_flux1_unet"], devices, tmp_path) as engine:
+        for _ in range(2):
+            sample(engine.model)
+    assert len(used) == len({thread for _, thread in used}) == devices
 
 
 @two
