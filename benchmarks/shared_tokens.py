@@ -29,8 +29,10 @@ from prompts import node, relative_difference
 
 WAYS = {"stock": ("stock", 1), "one": ("build first", 1), "two": ("build first", 2)}
 """Name -> way of ``first_minutes`` and number of GPUs."""
-SETTLING, RUNS, SHORT = 1, 3, 4
-"""Prompts before those that are timed, and these; and steps of a prompt among ``--changing``."""
+SETTLING, RUNS = 1, 3
+"""Prompts of each way that are not timed, and that are."""
+SHORT = 4
+"""Steps of a prompt among ``--changing``."""
 
 
 def queued(bench: Bench, comfy: ComfyProcess, way: str, seed: int, steps: int) -> History:

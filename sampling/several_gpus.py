@@ -276,7 +276,8 @@ def _shared(
     tensors = (specs(network.module, network.precision) for specs in
                (network.architecture().inputs, network.architecture().outputs))  # fmt: skip
     devices = [one.network.device for one in all_of_them]
-    threads += [ThreadPoolExecutor(1, "hybrid-trt-gpu") for _ in devices][len(threads) :]
+    while len(threads) < len(devices):
+        threads.append(ThreadPoolExecutor(1, "hybrid-trt-gpu"))
     return run_shared([one.session for one in all_of_them], devices, network.architecture(), *tensors, given, extras,
                       threads[: len(devices)])  # fmt: skip
 

@@ -1,7 +1,7 @@
 """A call whose tokens several GPUs share: a session on each computes its tokens, in a thread of its own.
 
-The threads take turns: each starts its GPU's work up to the next attention over the picture's tokens. When its turn
-comes again it copies keys and values from the other GPUs' memory, beside what these compute. So all GPUs have to make
+The threads meet at the first attention over the picture's tokens. From there on they take turns: each copies keys and
+values from the other GPUs' memory, and starts its GPU's work up to the next such attention. So all GPUs have to make
 the same calls of attention. Threads that run at once would compete for Python's lock.
 """
 
@@ -29,14 +29,11 @@ PATIENCE = 120
 """Seconds for which a GPU waits for the others."""
 
 
-class OtherFailed(RuntimeError):
-    """Ends a GPU's share of a call that another GPU cannot complete."""
-
-
 class Exchange:
     """Keys and values of the picture's tokens, from each GPU to all others.
 
-    Each GPU has two places by turns. When all have given at the second, the copies from the first are under way.
+    Each GPU has two places for what it gives, and uses them alternately. When all GPUs have given in one, all copies
+    from the other have been started.
     """
 
     def __init__(
@@ -48,84 +45,80 @@ class Exchange:
             front, beside: see ``SharedTokens.beside``.
         """
         self._devices, self._own, self._front, self._beside = devices, own, front, beside
+        self._meet = threading.Barrier(len(devices), timeout=PATIENCE)
         self._turns = [threading.Semaphore(int(rank == 0)) for rank in range(len(devices))]
-        self._failed = False
         self._given: list[list[Any]] = [[None] * len(devices) for _ in range(2)]
         self._read: list[list[list[torch.cuda.Event]]] = [[[] for _ in devices] for _ in range(2)]
         cuda = devices[0].type == "cuda"
         self._streams = [[torch.cuda.Stream(device) if cuda else None for device in devices] for _ in devices]
 
-    def wait(self, rank: int) -> None:
-        """Wait for a GPU's turn.
-
-        Raises:
-            OtherFailed: another GPU has failed, or does not end its turn.
-        """
-        if not self._turns[rank].acquire(timeout=PATIENCE) or self._failed:
-            raise OtherFailed("another GPU failed")
-
-    def pass_on(self, rank: int) -> None:
-        """End a GPU's turn."""
+    def end_turn(self, rank: int) -> None:
+        """Let the next GPU's thread go on."""
         self._turns[(rank + 1) % len(self._turns)].release()
 
     def abort(self) -> None:
         """End the others' wait: a GPU has failed."""
-        self._failed = True
+        self._meet.abort()
         for turn in self._turns:
             turn.release()
 
     def end(self) -> None:
         """Let each GPU reuse memory only when the others have read it; after the call, when all threads ended."""
-        for turn in range(2):
+        for place in range(2):
             for rank in range(len(self._devices)):
-                self._let_go(turn, rank)
+                self._let_go(place, rank)
 
     def gather(self, rank: int) -> Gather:
         """Return what gives a GPU the keys and values of all."""
-        turn = 0
+        place, met = 0, False
 
         def gathered(k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-            nonlocal turn
+            nonlocal place, met
             own = self._own[rank]
             beside = k.shape[2] - own
             if self._front is not None and beside not in self._beside:
                 return k, v  # attention to other tokens
-            turn = 1 - turn
+            place = 1 - place
             start = beside if self._front is None else min(self._front, beside)
             # copies: compiled code writes to a buffer again as soon as this attention is computed
             parts = [t.narrow(2, start, own).clone() for t in (k, v)]
-            self._given[turn][rank] = parts, _now(self._devices[rank])
-            self.pass_on(rank)
-            self.wait(rank)
-            self._let_go(1 - turn, rank)
-            found = [parts if other == rank else self._copied(turn, rank, other)
+            self._given[place][rank] = parts, _now(self._devices[rank])
+            if met:
+                self.end_turn(rank)
+            else:  # until here each may have weights to load
+                self._meet.wait()
+                met = True
+            if not self._turns[rank].acquire(timeout=PATIENCE) or self._meet.broken:
+                raise threading.BrokenBarrierError
+            self._let_go(1 - place, rank)
+            found = [parts if other == rank else self._copied(place, rank, other)
                      for other in range(len(self._devices))]  # fmt: skip
             return tuple(torch.cat([t[:, :, :start], *(part[i] for part in found), t[:, :, start + own :]], 2)
                          for i, t in enumerate((k, v)))  # fmt: skip
 
         return gathered
 
-    def _copied(self, turn: int, rank: int, other: int) -> list[torch.Tensor]:
+    def _copied(self, place: int, rank: int, other: int) -> list[torch.Tensor]:
         """Copy from another GPU, on a stream of that GPU's which nothing else uses."""
-        parts, ready = self._given[turn][other]
+        parts, ready = self._given[place][other]
         stream = self._streams[rank][other]
         if stream is None:
             return list(parts)
         with torch.cuda.stream(stream):
             stream.wait_event(ready)
             found = [part.to(self._devices[rank], non_blocking=True) for part in parts]
-            self._read[turn][other].append(stream.record_event())
+            self._read[place][other].append(stream.record_event())
         return found
 
-    def _let_go(self, turn: int, rank: int) -> None:
+    def _let_go(self, place: int, rank: int) -> None:
         """Drop what a GPU gave; its own stream waits for the copies, so its memory is free at once.
 
         ``Tensor.record_stream`` would keep that memory until the host waits for the GPU.
         """
-        for event in self._read[turn][rank]:
+        for event in self._read[place][rank]:
             torch.cuda.current_stream(self._devices[rank]).wait_event(event)
-        self._read[turn][rank].clear()
-        self._given[turn][rank] = None
+        self._read[place][rank].clear()
+        self._given[place][rank] = None
 
 
 def _now(device: torch.device) -> torch.cuda.Event | None:
@@ -168,9 +161,8 @@ def run_shared(
         here = torch.cuda.stream(streams[rank])
         with here, torch.inference_mode(inference), torch.no_grad(), gathering(exchange.gather(rank)):
             try:
-                exchange.wait(rank)
                 found = sessions[rank].run(taken(inputs, given, whole, shared.symbol, begin, size), extras)
-                exchange.pass_on(rank)
+                exchange.end_turn(rank)
                 return found
             except BaseException:
                 exchange.abort()
@@ -191,5 +183,5 @@ def run_shared(
             exchange.end()
     failed = [error for error in results if isinstance(error, Exception)]
     if failed:
-        raise next((e for e in failed if not isinstance(e.__cause__, OtherFailed)), failed[0])
+        raise next((e for e in failed if not isinstance(e.__cause__, threading.BrokenBarrierError)), failed[0])
     return put_together(outputs, results, each, shared.symbol)

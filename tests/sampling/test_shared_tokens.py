@@ -40,6 +40,7 @@ from hybrid_trt.engine_library.engine import relative_error
 from hybrid_trt.sampling import several_gpus
 from hybrid_trt.sampling.report import report_text
 from hybrid_trt.sampling.several_gpus import TRIED
+from hybrid_trt.sessions import shared_call
 from hybrid_trt.sessions.shared_call import Exchange
 from model_families import FAMILIES, ltx2
 from pack import ROOT
@@ -182,9 +183,9 @@ def test_compiled_blocks_share_tokens_too_however_late_a_gpu_reads_the_others(
     prompt, copied = case.of(kind), Exchange._copied
     path = models[prompt.file]
 
-    def late(self: Exchange, turn: int, rank: int, other: int) -> list[torch.Tensor]:
+    def late(self: Exchange, place: int, rank: int, other: int) -> list[torch.Tensor]:
         time.sleep(0.02 * rank)
-        return [part.clone() for part in copied(self, turn, rank, other)]
+        return [part.clone() for part in copied(self, place, rank, other)]
 
     monkeypatch.setattr(Exchange, "_copied", late)
     expected = prompt.sample(token_networks.load(str(path)))
@@ -261,6 +262,34 @@ def test_a_gpu_that_fails_leaves_the_run_to_one_gpu(
         assert "One GPU computed each step: RuntimeError: this GPU is gone" in stats.remark
         assert relative_error(sample(engine.model), expected) <= LIMIT
         assert "2 GPUs share" in engine.handle.stats.remark, "the next run tries again"
+
+
+@two
+@pytest.mark.parametrize("slow", [0, 1])
+@pytest.mark.parametrize("late", [0, 1, 2], ids=["loading", "in its first turn", "in its second"])
+def test_a_gpu_that_the_others_wait_too_long_for_leaves_the_run_to_one_gpu(
+    slow: int, late: int, devices: int, models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected, gather = sample(token_networks.load(str(models["tiny_flux1_unet"]))), Exchange.gather
+
+    def waits(self: Exchange, rank: int) -> Any:
+        calls, own = itertools.count(), gather(self, rank)
+
+        def run(*given: torch.Tensor) -> Any:
+            if next(calls) == late and rank == slow:
+                time.sleep(1)
+            return own(*given)
+
+        return run
+
+    with shared(models["tiny_flux1_unet"], devices, tmp_path) as engine:
+        sample(engine.model)
+        monkeypatch.setattr(shared_call, "PATIENCE", 0.3)
+        monkeypatch.setattr(Exchange, "gather", waits)
+        assert relative_error(sample(engine.model), expected) <= LIMIT
+        stats = engine.handle.stats
+        assert (stats.engine, stats.native) == (STEPS, 0)
+        assert "One GPU computed each step" in stats.remark
 
 
 @two
