@@ -383,6 +383,19 @@ def test_a_split_behind_the_engine_node_is_told(devices: int, models: dict[str, 
     assert said in engine.handle.stats.remark
 
 
+def wait_for_threads(before: set[threading.Thread], count: int) -> None:
+    """Wait until so many of the GPUs' threads are left; those of a split that is gone take a moment to end."""
+    def left() -> int:
+        gc.collect()
+        return sum(one.name.startswith("hybrid-trt-gpu") for one in set(threading.enumerate()) - before)
+
+    for _ in range(200):
+        if left() == count:
+            return
+        time.sleep(0.05)
+    assert left() == count
+
+
 def alive() -> dict[str, int]:
     """Numbers of things that would grow if a prompt left something behind."""
     gc.collect()
@@ -400,6 +413,7 @@ def test_prompts_that_change_between_one_and_two_gpus_leave_nothing_behind(
 ) -> None:
     model = token_networks.load(str(models["tiny_flux1_unet"]))
     expected, seen = sample(model), []
+    before = set(threading.enumerate())
     one = Patched(NativeNetwork.of_model(model, "flux"), tmp_path, "torch")
     several = None
     for number in range(prompts):
@@ -411,6 +425,7 @@ def test_prompts_that_change_between_one_and_two_gpus_leave_nothing_behind(
                 several = Patched(NativeNetwork.of_model(split(model, devices), "flux"), tmp_path, "torch")
             assert relative_error(sample(several.model), expected) <= LIMIT
             assert "2 GPUs share" in several.handle.stats.remark
+            wait_for_threads(before, devices)
             seen.append(alive())
     assert seen[-1] == seen[2]
     several.model.set_additional_models("multigpu", [])
