@@ -19,14 +19,14 @@ class SharedTokens:
     """Division of a family's tokens.
 
     Attributes:
-        symbol: the size that is divided: image tokens, or rows or frames of tokens.
+        symbols: the sizes of which one is divided: image tokens, or rows or columns of them.
         front, back: numbers of tokens that attention has before the picture's and behind them, as the prompt's. All
             GPUs compute these. ``front`` is None where a call does not tell it, and all attention is the picture's.
         alone: whether some layers attend to the picture's tokens alone, although there are others beside them.
         masked: a size that is 0 in calls without a mask in attention, if the family has masks. Others are not shared.
     """
 
-    symbol: str
+    symbols: str
     front: tuple[Dim, ...] | None = ()
     back: tuple[Dim, ...] = ()
     alone: bool = False
@@ -40,9 +40,14 @@ class SharedTokens:
                        for dims in (self.front, self.back))  # fmt: skip
         return front, {front + back, 0} if self.alone else {front + back}
 
+    def symbol(self, sizes: Mapping[str, int], count: int) -> str:
+        """Return what to divide by so many GPUs, so that the largest share is small: 15 rows are uneven for two."""
+        return min(self.symbols, key=lambda symbol: -(-sizes[symbol] // count) / sizes[symbol])
+
     def tokens(self, outputs: Sequence[TensorSpec], sizes: Mapping[str, int]) -> int:
         """Return the picture's tokens in a call: those of the first result."""
-        return next(dim.size(sizes) for dim in outputs[0].dims if isinstance(dim, Dim) and self.symbol in dim.symbols)
+        return next(dim.size(sizes) for dim in outputs[0].dims
+                    if isinstance(dim, Dim) and not dim.symbols.isdisjoint(self.symbols))  # fmt: skip
 
 
 def shares(size: int, count: int) -> list[tuple[int, int]]:

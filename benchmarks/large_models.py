@@ -2,13 +2,14 @@
 
     python benchmarks/large_models.py --comfyui ~/ComfyUI --base /tmp/benchmark --out large.json --cases flux1_1024
 
-Each row is a case: ``native_ms`` and ``engine_ms`` are medians of the steps of whole samplings in one process, cfg 1,
-and ``rel_err`` compares a latent after one step; ``native_error`` and ``engine_error`` hold both against float32.
-``*_peak_mb`` is the most GPU memory in use while sampling, ``build_mb`` the most main memory of all processes during
-the build, less what this one had before, and ``build_phases_s`` tells what took how long. ``first_step_s`` is a
-sampling of one step right after the build: the compiled file is opened. Weights are random, made on the GPU, in no
-file. ``--profile`` adds the kernels of one step, native and on the engine, by their GPU milliseconds. ``--compiled``
-adds core's *TorchCompileModel*: ``compiled_first_s`` is its first sampling of one step, ``compiled_ms`` a later step.
+Each row is a case: ``native_ms`` and ``engine_ms`` are medians of the steps of whole samplings in one process, with
+cfg 1 or ``--cfg``. ``rel_err`` compares a latent after one step; ``native_error`` and ``engine_error`` hold both
+against float32. ``*_peak_mb`` is the most GPU memory in use while sampling, ``build_mb`` the most main memory of all
+processes during the build, less what this one had before, and ``build_phases_s`` tells what took how long.
+``first_step_s`` is a sampling of one step right after the build: the compiled file is opened. Weights are random, made
+on the GPU, in no file. ``--profile`` adds the kernels of one step, native and on the engine, by their GPU milliseconds.
+``--compiled`` adds core's *TorchCompileModel*: ``compiled_first_s`` is its first sampling of one step, ``compiled_ms``
+a later step.
 
 ``--again`` builds nothing: it times the first step on an engine of an earlier process, with another checkpoint and with
 a LoRA. Native's step comes first each time, and puts the weights on the GPU. A case that fails has its ``error`` in its
@@ -106,6 +107,7 @@ _FLUX = Case("flux", _FLUX1, small.FLUX1, 1024, 512, 4096, 64, pooled=768)
 _Z = Case("zimage", _ZIMAGE, small.ZIMAGE, 1024, 128, 2560, 64)
 _KREA = Case("krea2", _KREA2, small.KREA2, 1024, 64, 12 * 2560, 240, eight_bit="fp8")
 _KLEIN = Case("flux", _KLEIN9, small.FLUX2, 1024, 512, 12288, 64)
+_FLUX2_DEV = Case("flux", _DEV2, small.FLUX2, 1024, 512, 15360, 64)
 _ANIMA = Case("anima", small.ANIMA | {"model_channels": 2048, "num_blocks": 28, "num_heads": 16},
               small.ANIMA | {"model_channels": 256}, 1024, 512, 1024, 1024)  # fmt: skip
 _VIDEO = Case("wan", _WAN, small.WAN, 832, 512, 4096, 4096, height=480, length=17)
@@ -116,7 +118,7 @@ CASES = {
     "flux1_1024": _FLUX, "flux1_512": replace(_FLUX, side=512), "flux1_1024_fp8": replace(_FLUX, eight_bit="fp8"),
     "flux1_1024_cn": replace(_FLUX, control=True), "zimage_1024": _Z, "zimage_512": replace(_Z, side=512),
     "klein9_1024": _KLEIN, "klein9_1024_fp8": replace(_KLEIN, eight_bit="fp8"),
-    "flux2_dev_1024_fp8": Case("flux", _DEV2, small.FLUX2, 1024, 512, 15360, 64, eight_bit="fp8"),
+    "flux2_dev_1024": _FLUX2_DEV, "flux2_dev_1024_fp8": replace(_FLUX2_DEV, eight_bit="fp8"),
     "zimage_1024_fp8": replace(_Z, eight_bit="fp8"), "zimage_1024_int8": replace(_Z, eight_bit="int8"),
     "zimage_1024_fun": replace(_Z, tiny=small.ZIMAGE | {"n_layers": 29}, fun=_FUN),
     "krea2_1024_fp8": _KREA, "krea2_1024_int8": replace(_KREA, eight_bit="int8"),
@@ -142,7 +144,7 @@ CASES = {
 class Model:
     """A case's model with its conditioning, native and on an engine."""
 
-    def __init__(self, case: Case, base: Path, tiny: bool):
+    def __init__(self, case: Case, base: Path, tiny: bool, cfg: float = 1.0):
         import comfy.controlnet
         import comfy.sd
         from hybrid_trt.backends import backends
@@ -150,7 +152,7 @@ class Model:
         from hybrid_trt.comfy_model.network import NativeNetwork
         from hybrid_trt.engine_library import Library
 
-        self.case, self.side = case, 128 if tiny else case.side
+        self.case, self.side, self.cfg = case, 128 if tiny else case.side, cfg
         self.height = self.side if tiny or not case.height else case.height
         device = "cpu" if tiny else "cuda"
         config, width = (case.tiny, case.tiny_width) if tiny else (case.config, case.width)
@@ -259,7 +261,7 @@ class Model:
         stamps: list[Any] = []
         conds = [[tokens, options]]
         latent = comfy.sample.sample(
-            self.patched if engines else self.native, noise, steps, 1.0, "euler", "simple", conds, conds,
+            self.patched if engines else self.native, noise, steps, self.cfg, "euler", "simple", conds, conds,
             noise * 0.0, callback=lambda *_: stamps.append(_now()), disable_pbar=True, seed=seed)
         if torch.cuda.is_available():
             torch.cuda.synchronize()
@@ -304,9 +306,9 @@ def measure(case: Case, options: argparse.Namespace) -> dict[str, Any]:
     tiny = options.tiny
     memory = None if tiny else PeakMemory()
     steps = 3 if tiny else options.steps
-    model = Model(case, options.base, tiny)
-    row: dict[str, Any] = {"precision": model.network.precision, "side": model.side, "height": model.height,
-                           "length": case.length, "tokens": case.tokens, "remark": model.remark}
+    model = Model(case, options.base, tiny, options.cfg)
+    row: dict[str, Any] = {"cfg": options.cfg, "precision": model.network.precision, "side": model.side,
+                           "height": model.height, "length": case.length, "tokens": case.tokens, "remark": model.remark}
     wanted, _ = model.sample(False, 1)
     row["native_ms"], row["native_peak_mb"] = timed(memory, lambda: model.sample(False, steps)[1])
     started = time.perf_counter()
@@ -381,6 +383,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
     parser.add_argument("--steps", type=int, default=STEPS, help="steps of a sampling, the first two untimed")
+    parser.add_argument("--cfg", type=float, default=1.0)
     parser.add_argument("--profile", action="store_true", help="also the kernels of a step")
     parser.add_argument("--compiled", action="store_true", help="also core's TorchCompileModel")
     parser.add_argument("--again", action="store_true", help="with engines that an earlier process has built")

@@ -80,9 +80,9 @@ class Exchange:
                 return k, v  # attention to other tokens
             place = 1 - place
             start = beside if self._front is None else min(self._front, beside)
-            # copies: compiled code writes to a buffer again as soon as this attention is computed
-            parts = [t.narrow(2, start, own).clone() for t in (k, v)]
-            self._given[place][rank] = parts, _now(self._devices[rank])
+            begin = [start + sum(self._own[:other]) for other in range(len(self._own))]
+            found = tuple(self._with_room(t, start, begin[rank], own) for t in (k, v))
+            self._given[place][rank] = [t.narrow(2, begin[rank], own) for t in found], _now(self._devices[rank])
             if met:
                 self.end_turn(rank)
             else:  # until here each may have weights to load
@@ -91,24 +91,41 @@ class Exchange:
             if not self._turns[rank].acquire(timeout=PATIENCE) or self._meet.broken:
                 raise threading.BrokenBarrierError
             self._let_go(1 - place, rank)
-            found = [parts if other == rank else self._copied(place, rank, other)
-                     for other in range(len(self._devices))]  # fmt: skip
-            return tuple(torch.cat([t[:, :, :start], *(part[i] for part in found), t[:, :, start + own :]], 2)
-                         for i, t in enumerate((k, v)))  # fmt: skip
+            for other, count in enumerate(self._own):
+                if other != rank:
+                    self._copy(place, rank, other, [t.narrow(2, begin[other], count) for t in found])
+            return found
 
         return gathered
 
-    def _copied(self, place: int, rank: int, other: int) -> list[torch.Tensor]:
+    def _with_room(self, t: torch.Tensor, start: int, begin: int, own: int) -> torch.Tensor:
+        """Return a tensor with the picture's tokens of all GPUs, in which those of others are to be filled in.
+
+        Tokens lie one after another in memory, so that a GPU's are one piece.
+
+        Args:
+            t: (batch, heads, tokens, features), the GPU's own picture's tokens from ``start`` on.
+            begin: place of these among all.
+        """
+        batch, heads, tokens, features = t.shape
+        behind = tokens - start - own
+        whole = t.new_empty(batch, start + sum(self._own) + behind, heads, features).transpose(1, 2)
+        whole[:, :, :start] = t[:, :, :start]
+        whole[:, :, begin : begin + own] = t[:, :, start : start + own]
+        whole[:, :, whole.shape[2] - behind :] = t[:, :, start + own :]
+        return whole
+
+    def _copy(self, place: int, rank: int, other: int, into: Sequence[torch.Tensor]) -> None:
         """Copy from another GPU, on a stream of that GPU's which nothing else uses."""
         parts, ready = self._given[place][other]
         stream = self._streams[rank][other]
-        if stream is None:
-            return list(parts)
-        with torch.cuda.stream(stream):
+        if stream is not None:
             stream.wait_event(ready)
-            found = [part.to(self._devices[rank], non_blocking=True) for part in parts]
-            self._read[place][other].append(stream.record_event())
-        return found
+        with torch.cuda.stream(stream):  # which waits for the memory's own GPU, as that does for the copy
+            for target, part in zip(into, parts, strict=True):
+                target.copy_(part, non_blocking=True)
+            if stream is not None:
+                self._read[place][other].append(stream.record_event())
 
     def _let_go(self, place: int, rank: int) -> None:
         """Drop what a GPU gave; its own stream waits for the copies, so its memory is free at once.
@@ -148,9 +165,11 @@ def run_shared(
     if whole.get(shared.masked):
         kind = architecture.symbols[shared.masked].word
         raise Unavailable(Reason.UNSUPPORTED_INPUT, f"attention has a mask for its {kind}")
-    each = [{**whole, shared.symbol: size} for _, size in shares(whole[shared.symbol], len(sessions))]
+    symbol = shared.symbol(whole, len(sessions))
+    parts, results = shares(whole[symbol], len(sessions)), []
+    each = [{**whole, symbol: size} for _, size in parts]
     own, (front, beside) = [shared.tokens(outputs, sizes) for sizes in each], shared.beside(whole)
-    others = {size for symbol, size in whole.items() if symbol not in (shared.symbol, architecture.batch)}
+    others = {size for name, size in whole.items() if name not in (symbol, architecture.batch)}
     if not all(own) or others & {count + more for count in own for more in beside}:
         raise Unavailable(Reason.UNSUPPORTED_INPUT, "a GPU's share would be empty, or as long as its prompt or sound")
     exchange = Exchange(devices, own, front, beside)
@@ -161,14 +180,13 @@ def run_shared(
         here = torch.cuda.stream(streams[rank])
         with here, torch.inference_mode(inference), torch.no_grad(), gathering(exchange.gather(rank)):
             try:
-                found = sessions[rank].run(taken(inputs, given, whole, shared.symbol, begin, size), extras)
+                found = sessions[rank].run(taken(inputs, given, whole, symbol, begin, size), extras)
                 exchange.end_turn(rank)
                 return found
             except BaseException:
                 exchange.abort()
                 raise
 
-    parts, results = shares(whole[shared.symbol], len(sessions)), []
     with best_attention(devices[0]):  # for the whole process: threads inside find what they want, and put it back
         begun = [thread.submit(copy_context().run, compute, rank, *part)
                  for rank, (thread, part) in enumerate(zip(threads, parts, strict=True))]  # fmt: skip
@@ -184,4 +202,4 @@ def run_shared(
     failed = [error for error in results if isinstance(error, Exception)]
     if failed:
         raise next((e for e in failed if not isinstance(e.__cause__, threading.BrokenBarrierError)), failed[0])
-    return put_together(outputs, results, each, shared.symbol)
+    return put_together(outputs, results, each, symbol)

@@ -31,7 +31,7 @@ class Anima(TokenSizes):
     name = "anima"
     role = Role.BACKBONE
     arguments = ("x", "timesteps", "context", "fps", "padding_mask")
-    shared = SharedTokens("R")
+    shared = SharedTokens("RC")
     usual_prompt = 512
     one_length = True
     free: ClassVar[Mapping[str, Range]] = {s: served for s, served in TokenSizes.free.items() if s != "L"}

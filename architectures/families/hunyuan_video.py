@@ -48,7 +48,7 @@ class HunyuanVideo(VideoSizes):
     role = Role.BACKBONE
     arguments = ("x", "timestep", "context", "y", "txt_byt5", "clip_fea", "guidance", "attention_mask",
                  "guiding_frame_index", "ref_latent", "disable_time_r", "control", "transformer_options")  # fmt: skip
-    shared = SharedTokens("R", front=(IMAGE, GLYPHS, PROMPT))
+    shared = SharedTokens("RC", front=(IMAGE, GLYPHS, PROMPT))
     usual_prompt = 128
     one_length = False
     free: ClassVar[Mapping[str, Range]] = {

@@ -35,7 +35,7 @@ class Krea2(TokenSizes):
     name = "krea2"
     role = Role.BACKBONE
     arguments = ("x", "timesteps", "context", "attention_mask", "ref_latents", "transformer_options")
-    shared = SharedTokens("R", front=(PROMPT,), back=(REFERENCE,))
+    shared = SharedTokens("RC", front=(PROMPT,), back=(REFERENCE,))
 
     def matches(self, module: torch.nn.Module) -> bool:
         return type(module) is SingleStreamDiT and module.patch == PATCH

@@ -43,7 +43,7 @@ class MiniMaxH3(VideoSizes):
     name = "minimax_h3"
     role = Role.BACKBONE
     arguments = ("x", "timestep", "context", "transformer_options", "minimax_payload")
-    shared = SharedTokens("R", front=(PROMPT, CONDITION, SOUND))
+    shared = SharedTokens("RC", front=(PROMPT, CONDITION, SOUND))
     halved: ClassVar[Sequence[str]] = ("F",)
     free: ClassVar[Mapping[str, Range]] = {
         **{symbol: VideoSizes.free[symbol] for symbol in "FRC"}, "T": Range(1, 97, 1 << 15), "A": Range(1, 11, 1 << 14),

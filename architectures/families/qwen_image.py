@@ -41,7 +41,7 @@ class QwenImage(TokenSizes):
     role = Role.BACKBONE
     arguments = ("x", "timesteps", "context", "attention_mask", "ref_latents", "additional_t_cond",
                  "transformer_options")  # fmt: skip
-    shared = SharedTokens("R", front=(PROMPT,), back=(REFERENCE,))
+    shared = SharedTokens("RC", front=(PROMPT,), back=(REFERENCE,))
 
     def matches(self, module: torch.nn.Module) -> bool:
         return (

@@ -60,7 +60,7 @@ class Wan(VideoSizes):
 
     role = Role.BACKBONE
     arguments = ("x", "timestep", "context", "clip_fea", "time_dim_concat", "transformer_options")
-    shared = SharedTokens("R")
+    shared = SharedTokens("RC")
 
     def matches(self, module: torch.nn.Module) -> bool:
         return (

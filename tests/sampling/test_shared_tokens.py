@@ -88,9 +88,9 @@ CASES = [pytest.param(kind, case, id=f"{kind}: {case.prompt}") for kind, case in
     ("krea2", Case("one length", "image", 4, 3)),
     ("krea2", Case("references", "image", 4, 3)),
     ("anima", Case("one length", "image", 11, 3, {"shape": (1, 16, 1, 22, 6)})),
-    ("hunyuan_video", Case("a picture and text by byT5, no CFG", "video", 5, 12)),
+    ("hunyuan_video", Case("a picture and text by byT5, no CFG", "video", 4, 15)),  # columns, as 5 rows are less even
     ("hunyuan_video", Case("original", "video", 4, 9)),
-    ("hunyuan_video", Case("a still picture", "video", 5, 7)),
+    ("hunyuan_video", Case("a still picture", "video", 7, 5)),
     ("minimax_h3", Case("first and last frame", "video", 4, 21)),
     ("ltx2", Case("text", "video", 60, 1)),
     ("ltx2", Case("a reference of sound", "video", 60, 1)),
@@ -180,14 +180,14 @@ def test_compiled_blocks_share_tokens_too_however_late_a_gpu_reads_the_others(
     kind: str, case: Case, devices: int, models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Compiled code writes to its buffers again, whoever reads them."""
-    prompt, copied = case.of(kind), Exchange._copied
+    prompt, copy = case.of(kind), Exchange._copy
     path = models[prompt.file]
 
-    def late(self: Exchange, place: int, rank: int, other: int) -> list[torch.Tensor]:
+    def late(self: Exchange, place: int, rank: int, *rest: Any) -> None:
         time.sleep(0.02 * rank)
-        return [part.clone() for part in copied(self, place, rank, other)]
+        copy(self, place, rank, *rest)
 
-    monkeypatch.setattr(Exchange, "_copied", late)
+    monkeypatch.setattr(Exchange, "_copy", late)
     expected = prompt.sample(token_networks.load(str(path)))
     with shared(path, devices, tmp_path, build=True) as engine:
         assert relative_error(prompt.sample(engine.model), expected) <= LIMIT
@@ -297,8 +297,14 @@ def test_a_wrong_result_of_several_gpus_is_found_before_it_is_used(
     devices: int, models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected = sample(token_networks.load(str(models["tiny_flux1_unet"])))
-    copied = Exchange._copied
-    monkeypatch.setattr(Exchange, "_copied", lambda *given: [1.1 * part for part in copied(*given)])
+    copy = Exchange._copy
+
+    def wrong(self: Exchange, place: int, rank: int, other: int, into: list[torch.Tensor]) -> None:
+        copy(self, place, rank, other, into)
+        for part in into:
+            part *= 1.1
+
+    monkeypatch.setattr(Exchange, "_copy", wrong)
     with shared(models["tiny_flux1_unet"], devices, tmp_path) as engine:
         for _ in range(2):
             assert relative_error(sample(engine.model), expected) <= LIMIT
