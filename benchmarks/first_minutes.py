@@ -27,7 +27,7 @@ sys.path[:0] = [str(HERE), str(HERE.parent / "tools"), str(HERE.parent / "tests"
 import prompts
 
 sys.path.insert(0, str(HERE))  # before the tests' modules, where one of ours has such a name
-import large_models
+import large_cases
 import tiny_models
 import torch
 from comfy_process import ComfyProcess, History
@@ -50,7 +50,7 @@ class Bench:
 
     def __init__(self, name: str, options: argparse.Namespace, made: bool = False):
         """Take a case of large_models.py; its files are written unless another process has made them."""
-        case = large_models.CASES[name]
+        case = large_cases.CASES[name]
         self.name, self.options, self.base = name, options, options.base
         self.case = replace(case, side=128, height=0, width=case.tiny_width) if options.tiny else case
         self.size = (self.case.side, self.case.height or self.case.side)

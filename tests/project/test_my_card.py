@@ -20,7 +20,7 @@ sys.path += [str(ROOT / "benchmarks")]
 
 import prompts
 import small_cards
-from large_models import CASES
+from large_cases import CASES
 
 ENGINE = {"warm": 1.6, "warm_ran": [["torch", 8, 0]], "warm_rel_err": 0.0123, "reasons": []}
 
