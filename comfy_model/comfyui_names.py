@@ -133,6 +133,8 @@ TABLE: dict[Feature, tuple[str, ...]] = {
         "comfy.patcher_extension:WrappersMP.PREPARE_SAMPLING", "comfy.controlnet:ControlNet.previous_controlnet",
         "comfy.patcher_extension:CallbacksMP.ON_CLEANUP", "comfy.model_patcher:ModelPatcher.clone_base_uuid",
         "comfy.model_patcher:ModelPatcher.match_multigpu_clones(self, ...)",
+        "comfy.model_management:get_all_torch_devices(...)",
+        "comfy.multigpu:create_multigpu_deepclones(_, _, _, reuse_loaded, ...)",
         "comfy.model_patcher:ModelPatcher.get_clone_model_override(self, ...)",
         "comfy.model_patcher:ModelPatcher.get_additional_models_with_key(self, _, ...)",
         "comfy.model_management:unload_model_and_clones(_, ...)",

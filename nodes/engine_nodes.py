@@ -19,6 +19,7 @@ from ..sampling.controlnet import back_with_engine, count_control_as_native, nat
 from ..sampling.engine_handle import EngineHandle
 from ..sampling.engine_status import lacks_pictures, status
 from ..sampling.model_wrapper import count_as_native, has_engine, patch_model
+from ..sampling.several_gpus import on_all_gpus
 from ..sampling.vae import native_vae, vae_with_engines
 from . import building, schemas
 from .engines import build, find, find_vae, for_its_pictures, why_without_engine
@@ -53,6 +54,8 @@ class TRTAccelerate(_BuildingNode):
     @classmethod
     def execute(cls, model: ModelPatcher, when_missing: str, vae: VAE | None = None, **settings: Any) -> io.NodeOutput:
         controls = {name: settings.pop(name, None) for name in CONTROL_INPUTS}
+        if settings.pop("gpus", schemas.ONE_GPU) == schemas.ALL_GPUS:
+            model = on_all_gpus(model)
         node_input = NodeInput(cls.hidden.dynprompt, cls.hidden.unique_id, "model")
         network = NativeNetwork.of_model(model, node_input.label("UNet"))
         node_input, settings = for_its_pictures(network, node_input, when_missing, settings)

@@ -19,6 +19,8 @@ SEARCHED_FOR = ["tensorrt", "speed", "speed up", "fast", "faster", "accelerate",
 BUILT_IN, REPLACEABLE = "built in", "replaceable"
 """Weights of an engine: a model's with its LoRAs, or the sampled model's."""
 
+ONE_GPU, ALL_GPUS = "one", "all"
+
 
 def node_schema(**given: Any) -> io.Schema:
     """Return a node's schema with our category; unless given, its hidden inputs are its id and the prompt."""
@@ -38,6 +40,16 @@ def accelerate() -> io.Schema:
         inputs=[
             io.Model.Input("model", tooltip="Behind the loader and its LoRAs."),
             *_settings(),
+            io.Combo.Input(
+                "gpus",
+                display_name="GPUs",
+                options=[ONE_GPU, ALL_GPUS],
+                default=ONE_GPU,
+                tooltip="all: each GPU computes a part of each step, as behind MultiGPU CFG Split. Videos gain most. "
+                "Most models need a build of their own for it.",
+                advanced=True,
+                optional=True,  # older saved prompts have none
+            ),
             io.Vae.Input("vae", optional=True, tooltip="Decodes and encodes on engines of its own."),
             *(io.ControlNet.Input(name, optional=True, tooltip=control) for name in node_names.CONTROL_INPUTS),
         ],

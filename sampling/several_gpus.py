@@ -24,7 +24,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from comfy import model_management
+from comfy import model_management, multigpu
 from comfy.controlnet import ControlNet
 from comfy.model_patcher import ModelPatcher
 
@@ -301,6 +301,13 @@ def forget_dead_models() -> None:
     """Drop models whose patchers are gone from ComfyUI's list: *MultiGPU CFG Split* visits each of them."""
     if None in model_management.loaded_models():
         model_management.cleanup_models_gc()
+
+
+def on_all_gpus(model: ModelPatcher) -> ModelPatcher:
+    """Return a model with a copy on each further GPU, as *MultiGPU CFG Split* makes them; those that it has stay."""
+    forget_dead_models()
+    count = len(model_management.get_all_torch_devices())
+    return multigpu.create_multigpu_deepclones(model, count, reuse_loaded=True)
 
 
 def on_its_gpu(handle: EngineHandle, copy: ModelPatcher) -> EngineHandle:

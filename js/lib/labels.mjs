@@ -5,7 +5,7 @@ import { everywhere, t } from "./texts.mjs";
 
 const VALUES = {
     "use native": "useNative", "build now": "buildNow", "build in background": "buildBackground", auto: "auto",
-    "built in": "weightsFixed", replaceable: "weightsAny",
+    "built in": "weightsFixed", replaceable: "weightsAny", one: "oneGpu", all: "allGpus",
 };
 /** A ControlNet has no LoRAs. */
 const OF_CONTROLNET = { replaceable: "weightsAnyControl" };

@@ -24,9 +24,14 @@ def states(comfy: ComfyProcess, graph: dict[str, Any], node: str = NODE) -> list
     return [answer, *answer.get("others", [])]
 
 
-def test_the_model_and_its_controlnets_run_on_engines_with_natives_picture(sd15: ComfyProcess) -> None:
+@pytest.mark.parametrize("settings", [{}, {"gpus": "all"}], ids=["", "all GPUs, of which there is one"])
+def test_the_model_and_its_controlnets_run_on_engines_with_natives_picture(
+    settings: dict[str, str], sd15: ComfyProcess
+) -> None:
     assert min(control_effect(sd15, SCENARIO, without) for without in (0, 1)) > 1e-3
-    history = sd15.queue(accelerated(SCENARIO))
+    graph = accelerated(SCENARIO)
+    graph[NODE]["inputs"] |= settings
+    history = sd15.queue(graph)
     assert relative_difference(latent_of(history), native_latent(sd15, SCENARIO)) < 1e-5
     rows = history.output("report", "report")[0]["rows"]
     assert sorted((row["kind"], row["native"]) for row in rows) == [("controlnet", 0)] * 2 + [("unet", 0)]

@@ -57,7 +57,7 @@ def test_help_names_settings_by_the_labels_that_the_node_shows(comfy: ComfyProce
         shown.add(chinese if language == "zh" else options.get("display_name", name))
     assert set(named) <= shown, set(named) - shown
     if node.endswith("Engine") or node == "TRTAccelerate":
-        assert len(named) == (6 if node == "TRTVAEEngine" else 10)
+        assert len(named) == {"TRTVAEEngine": 6, "TRTAccelerate": 11}.get(node, 10)
 
 
 @pytest.mark.parametrize("language", ["en", "zh"])

@@ -14,15 +14,16 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
-import comfy.multigpu
 import pytest
 import token_networks
 import torch
 from comfy import model_management
 from comfy.model_patcher import ModelPatcher
 from comfy.nested_tensor import NestedTensor
+from comfy_execution.graph import DynamicPrompt
 from compiling import COMPILES
 from fake_recorder import Recorder
 from family_contract import Prompt, drawing
@@ -37,9 +38,10 @@ from hybrid_trt.engine_builder.build import build_engine
 from hybrid_trt.engine_builder.order import BuildOrder
 from hybrid_trt.engine_library import Library
 from hybrid_trt.engine_library.engine import relative_error
+from hybrid_trt.nodes.engine_nodes import TRTAccelerate
 from hybrid_trt.sampling import several_gpus
 from hybrid_trt.sampling.report import report_text
-from hybrid_trt.sampling.several_gpus import TRIED
+from hybrid_trt.sampling.several_gpus import TRIED, on_all_gpus
 from hybrid_trt.sessions import shared_call
 from hybrid_trt.sessions.shared_call import Exchange
 from model_families import FAMILIES, ltx2
@@ -121,15 +123,15 @@ def sample(model: ModelPatcher, cfg: float = 1.0) -> torch.Tensor:
     return FLUX.of("flux", cfg=cfg).sample(model)
 
 
-def split(model: ModelPatcher, devices: int) -> ModelPatcher:
+def split(model: ModelPatcher) -> ModelPatcher:
     with token_networks.told():
-        return comfy.multigpu.create_multigpu_deepclones(model, devices)
+        return on_all_gpus(model)
 
 
 @contextmanager
 def shared(path: Path, devices: int, folder: Path, build: bool = False) -> Iterator[Patched]:
     """A model behind *MultiGPU CFG Split* and its engine."""
-    network = NativeNetwork.of_model(split(token_networks.load(str(path)), devices), "a transformer")
+    network = NativeNetwork.of_model(split(token_networks.load(str(path))), "a transformer")
     if build:
         order = BuildOrder(network, "float32", profile_of(network), backends()["torch"])
         build_engine(order, Library([folder]), lambda *_: None)
@@ -379,11 +381,27 @@ def test_each_gpu_keeps_its_thread_for_all_steps_and_prompts(
     assert len(used) == len({thread for _, thread in used}) == devices
 
 
+@pytest.mark.parametrize("chosen", ["one", "all"])
+def test_the_node_takes_as_many_gpus_as_it_says(
+    chosen: str, devices: int, models: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = models["tiny_flux1_unet"]
+    prompt = {"1": {"class_type": "TRTAccelerate", "inputs": {"gpus": chosen}}}
+    hidden = SimpleNamespace(dynprompt=DynamicPrompt(prompt), unique_id="1")
+    monkeypatch.setattr(TRTAccelerate, "hidden", hidden, raising=False)
+    with token_networks.told():
+        model = token_networks.load(str(path))
+        model = TRTAccelerate.execute(model, "use native", backend="torch", precision="auto", gpus=chosen).args[0]
+    assert len(model.get_additional_models_with_key("multigpu")) == (devices - 1 if chosen == "all" else 0)
+    assert relative_error(sample(model), sample(token_networks.load(str(path)))) <= LIMIT
+    model.set_additional_models("multigpu", [])
+
+
 @two
 def test_a_split_behind_the_engine_node_is_told(devices: int, models: dict[str, Path], tmp_path: Path) -> None:
     path = models["tiny_flux1_unet"]
     engine = Patched(NativeNetwork.of_model(token_networks.load(str(path)), "flux"), tmp_path, "torch")
-    engine.model = split(engine.model, devices)
+    engine.model = split(engine.model)
     assert relative_error(sample(engine.model), sample(token_networks.load(str(path)))) <= LIMIT
     said = "One GPU computed each step: GPUs share its tokens if MultiGPU CFG Split stands before the engine node"
     assert said in engine.handle.stats.remark
@@ -428,7 +446,7 @@ def test_prompts_that_change_between_one_and_two_gpus_leave_nothing_behind(
             assert "GPU" not in one.handle.stats.remark
         else:
             if several is None or anew:
-                several = Patched(NativeNetwork.of_model(split(model, devices), "flux"), tmp_path, "torch")
+                several = Patched(NativeNetwork.of_model(split(model), "flux"), tmp_path, "torch")
             assert relative_error(sample(several.model), expected) <= LIMIT
             assert "2 GPUs share" in several.handle.stats.remark
             wait_for_threads(before, devices)
