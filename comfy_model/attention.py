@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import re
+import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
@@ -110,10 +111,22 @@ def remark(module: torch.nn.Module, patcher: ModelPatcher, prefix: str, called: 
     name = _inexact(attention.optimized_attention)
     if name is None:
         name = next(filter(None, map(_preferred, _preferences(module, patcher, prefix))), None)
+    if name is None and _is_int8_with_its_weights(module):
+        name = _KNOWN_INEXACT
     if name is None:
         return ""
     how = "some attention in INT8" if _KNOWN_INEXACT in name else f"attention by {name}"
     return f"Native computes {how}; the engine is exact"
+
+
+def _is_int8_with_its_weights(module: torch.nn.Module) -> bool:
+    """Tell whether native attends in INT8 because weights are in 8 bits, as newer versions of MiniMax H3's VAE do."""
+    source = sys.modules.get(type(module).__module__)
+    if not getattr(source, "COMFY_KITCHEN_INT8_ATTENTION_IS_AVAILABLE", False):
+        return False
+    from comfy.quant_ops import QuantizedTensor
+
+    return any(isinstance(weight, QuantizedTensor) for weight in module.parameters())
 
 
 def _preferences(module: torch.nn.Module, patcher: ModelPatcher, prefix: str) -> Iterator[object]:

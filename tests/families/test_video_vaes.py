@@ -11,10 +11,13 @@ import pytest
 import tiny_h3_vae
 import torch
 from comfy.ldm.lightricks.vae.causal_video_autoencoder import VideoVAE
+from comfy.ldm.minimax import vae as minimax
+from comfy.quant_ops import QuantizedTensor
 from comfy.sd import VAE
 from compiling import COMPILES
 from hybrid_trt.architectures import Role
 from hybrid_trt.architectures.shapes import Picture, RequestedSizes
+from hybrid_trt.comfy_model.attention import remark
 from hybrid_trt.comfy_model.network import NativeNetwork
 from hybrid_trt.engine_library import Unavailable
 from hybrid_trt.engine_library.engine import relative_error
@@ -77,6 +80,44 @@ def test_one_build_decodes_every_still_and_video(kind: str, tmp_path: Path, monk
         assert relative_error(backed.decode(given), vae.decode_tiled(given, **own_tiles(vae))) <= LIMIT
     assert handle.stats.native == 0, handle.stats.details
     assert backed.memory_used_decode(given.shape, torch.float32) == vae.memory_used_decode(given.shape, torch.float32)
+
+
+def test_tiles_that_newer_versions_decode_in_groups_are_natives(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = minimax.MiniMaxH3VideoVAE.tiled_decode
+
+    def in_groups(self: torch.nn.Module, z: torch.Tensor) -> torch.Tensor:
+        decode, (rows, height, _), (columns, width, _) = self._decode_pixels, *(
+            self.split_tiles(side * self.vae_ratio) for side in z.shape[3:])
+        tiles = [z[..., y // 16 : (y + height[0]) // 16, x // 16 : (x + width[0]) // 16] for y in rows for x in columns]
+        found = iter([tile for group in (tiles[:2], tiles[2:5], tiles[5:]) if group
+                      for tile in decode(torch.cat(group)).chunk(len(group))])  # fmt: skip
+        monkeypatch.setattr(self, "_decode_pixels", lambda _: next(found))
+        try:
+            return own(self, z)
+        finally:
+            self._decode_pixels = decode
+
+    given, vae = latent((7, 20, 17), 24, 4), tiny("h3")
+    function = NativeNetwork.of_vae(vae, Role.VAE_DECODER, "a VAE").architecture().function
+    with torch.inference_mode():
+        expected = vae.first_stage_model.decode(given)
+        monkeypatch.setattr(minimax.MiniMaxH3VideoVAE, "tiled_decode", in_groups)
+        for model in (lambda given: (vae.first_stage_model.decode(given),), function(tiny("h3").first_stage_model)):
+            assert relative_error(model(given)[0], expected) <= LIMIT
+
+
+def test_the_report_says_where_newer_versions_attend_in_int8_and_the_engine_exactly(
+    monkeypatch: pytest.MonkeyPatch
+) -> None:
+    vae = tiny("h3")
+    module, layer = vae.first_stage_model, vae.first_stage_model.decoder.transformer_blocks[0].attn.to_qkv
+    weights = QuantizedTensor.from_float(layer.weight.detach(), "TensorWiseINT8Layout")
+    said = []
+    for newer, weight in ((True, layer.weight), (False, weights), (True, weights)):
+        monkeypatch.setattr(minimax, "COMFY_KITCHEN_INT8_ATTENTION_IS_AVAILABLE", newer, raising=False)
+        layer.weight = torch.nn.Parameter(weight, requires_grad=False)
+        said.append(remark(module, vae.patcher, ""))
+    assert said == ["", "", "Native computes some attention in INT8; the engine is exact"]
 
 
 def own_tiles(vae: VAE) -> dict[str, Any]:
