@@ -41,7 +41,7 @@ class SharedTokens:
         return front, {front + back, 0} if self.alone else {front + back}
 
     def symbol(self, sizes: Mapping[str, int], count: int) -> str:
-        """Return what to divide by so many GPUs, so that the largest share is small: 15 rows are uneven for two."""
+        """Return the size that so many GPUs divide most evenly; two divide 15 rows into 7 and 8."""
         return min(self.symbols, key=lambda symbol: -(-sizes[symbol] // count) / sizes[symbol])
 
     def tokens(self, outputs: Sequence[TensorSpec], sizes: Mapping[str, int]) -> int:

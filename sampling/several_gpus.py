@@ -30,6 +30,7 @@ from comfy.model_patcher import ModelPatcher
 
 from ..architectures import absorbed_patch
 from ..architectures.model_patches import companion_of, models_of
+from ..comfy_model.comfyui_internals import Feature, works
 from ..comfy_model.module_copy import native_copy
 from ..comfy_model.network import COPIES, NativeNetwork
 from ..comfy_model.weight_hash import look_for_edits
@@ -304,7 +305,9 @@ def forget_dead_models() -> None:
 
 
 def on_all_gpus(model: ModelPatcher) -> ModelPatcher:
-    """Return a model with a copy on each further GPU, as *MultiGPU CFG Split* makes them; those that it has stay."""
+    """Return a model with a copy on each further GPU, as *MultiGPU CFG Split* makes them. Copies of that node stay."""
+    if not works(Feature.SEVERAL_GPUS):
+        return model
     forget_dead_models()
     count = len(model_management.get_all_torch_devices())
     return multigpu.create_multigpu_deepclones(model, count, reuse_loaded=True)

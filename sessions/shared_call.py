@@ -45,6 +45,7 @@ class Exchange:
             front, beside: see ``SharedTokens.beside``.
         """
         self._devices, self._own, self._front, self._beside = devices, own, front, beside
+        self._before = [sum(own[:rank]) for rank in range(len(own))]
         self._meet = threading.Barrier(len(devices), timeout=PATIENCE)
         self._turns = [threading.Semaphore(int(rank == 0)) for rank in range(len(devices))]
         self._given: list[list[Any]] = [[None] * len(devices) for _ in range(2)]
@@ -80,9 +81,8 @@ class Exchange:
                 return k, v  # attention to other tokens
             place = 1 - place
             start = beside if self._front is None else min(self._front, beside)
-            begin = [start + sum(self._own[:other]) for other in range(len(self._own))]
-            found = tuple(self._with_room(t, start, begin[rank], own) for t in (k, v))
-            self._given[place][rank] = [t.narrow(2, begin[rank], own) for t in found], _now(self._devices[rank])
+            found = tuple(self._with_room(t, rank, start) for t in (k, v))
+            self._given[place][rank] = self._of_gpu(found, rank, start), _now(self._devices[rank])
             if met:
                 self.end_turn(rank)
             else:  # until here each may have weights to load
@@ -91,29 +91,34 @@ class Exchange:
             if not self._turns[rank].acquire(timeout=PATIENCE) or self._meet.broken:
                 raise threading.BrokenBarrierError
             self._let_go(1 - place, rank)
-            for other, count in enumerate(self._own):
+            for other in range(len(self._devices)):
                 if other != rank:
-                    self._copy(place, rank, other, [t.narrow(2, begin[other], count) for t in found])
+                    self._copy(place, rank, other, self._of_gpu(found, other, start))
             return found
 
         return gathered
 
-    def _with_room(self, t: torch.Tensor, start: int, begin: int, own: int) -> torch.Tensor:
-        """Return a tensor with the picture's tokens of all GPUs, in which those of others are to be filled in.
+    def _with_room(self, t: torch.Tensor, rank: int, start: int) -> torch.Tensor:
+        """Return a copy of keys or values with room for the picture's tokens of the other GPUs.
 
-        Tokens lie one after another in memory, so that a GPU's are one piece.
+        Tokens follow each other in memory, so that the tokens of a GPU are one piece.
 
         Args:
-            t: (batch, heads, tokens, features), the GPU's own picture's tokens from ``start`` on.
-            begin: place of these among all.
+            t: (batch, heads, tokens, features).
+            start: tokens before the picture's.
         """
         batch, heads, tokens, features = t.shape
-        behind = tokens - start - own
-        whole = t.new_empty(batch, start + sum(self._own) + behind, heads, features).transpose(1, 2)
+        own, begin = self._own[rank], start + self._before[rank]
+        behind, count = tokens - start - own, tokens - own + sum(self._own)
+        whole = t.new_empty(batch, count, heads, features).transpose(1, 2)
         whole[:, :, :start] = t[:, :, :start]
         whole[:, :, begin : begin + own] = t[:, :, start : start + own]
-        whole[:, :, whole.shape[2] - behind :] = t[:, :, start + own :]
+        whole[:, :, count - behind :] = t[:, :, tokens - behind :]
         return whole
+
+    def _of_gpu(self, whole: Sequence[torch.Tensor], rank: int, start: int) -> list[torch.Tensor]:
+        """Return the part of keys and values that is a GPU's own."""
+        return [t.narrow(2, start + self._before[rank], self._own[rank]) for t in whole]
 
     def _copy(self, place: int, rank: int, other: int, into: Sequence[torch.Tensor]) -> None:
         """Copy from another GPU, on a stream of that GPU's which nothing else uses."""
@@ -121,7 +126,7 @@ class Exchange:
         stream = self._streams[rank][other]
         if stream is not None:
             stream.wait_event(ready)
-        with torch.cuda.stream(stream):  # which waits for the memory's own GPU, as that does for the copy
+        with torch.cuda.stream(stream):  # torch lets the GPU that reads wait for the copy
             for target, part in zip(into, parts, strict=True):
                 target.copy_(part, non_blocking=True)
             if stream is not None:
