@@ -138,7 +138,9 @@ class InBlocks:
         """
         if len(function.blocks) != len(kinds.of):
             raise ValueError(f"it was compiled for {len(kinds.of)} blocks, and the network has {len(function.blocks)}")
-        self._function, self._weights = function, weights
+        from comfy import model_management  # not with this module, which builders import too
+
+        self._function, self._weights, self._comfyui = function, weights, model_management
         self.kinds, self.plain, self.judge = kinds.kinds, 0, judge
         self._of, self._opened = kinds.of, kinds.opened
         self._on, self._layout = True, layout_of(function.blocks)
@@ -183,6 +185,7 @@ class InBlocks:
     def _block(self, number: int, plainly: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if self._ring is None:
             return plainly(*args, **kwargs)
+        self._comfyui.throw_exception_if_processing_interrupted()  # its own layers look for a click too
         kind, tensors = None, []
         if self._on:
             form = take_apart((args, kwargs), tensors)

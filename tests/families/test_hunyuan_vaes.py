@@ -19,7 +19,7 @@ from hybrid_trt.engine_library import Unavailable
 from hybrid_trt.engine_library.engine import relative_error
 from hybrid_trt.sampling.vae import vae_with_engines
 from tiny_h3_vae import drawn
-from vaes import as_vae, engine_of
+from vaes import as_vae, engine_of, interrupt
 
 LIMIT = 1e-5
 SIZES = RequestedSizes(64, 64, 64)
@@ -95,6 +95,8 @@ def test_one_build_serves_every_still_and_video(
             plain.append(blocks.plain)
         assert (len(blocks.kinds), plain[-1] - plain[-1 - COMPILED]) == (KINDS[kind, role], 0)
         assert (handle.stats.engine, handle.stats.native) == (len(CALLS[kind]), 0), handle.stats.details
+        interrupt(lambda: ours(given))
+        assert relative_error(ours(given), native(given)) <= LIMIT
         given = given_to(kind, role, CALLS[kind][0])
         several = torch.cat([given, 2 * given])
         assert relative_error(ours(several), native(several)) <= LIMIT

@@ -24,7 +24,7 @@ from hybrid_trt.engine_library.engine import relative_error
 from hybrid_trt.sampling.vae import vae_with_engines
 from tiny_h3_vae import drawn
 from tiny_transformers import LTX_VAE as LTX
-from vaes import as_vae, engine_of
+from vaes import as_vae, engine_of, interrupt
 
 LIMIT = 1e-5
 CPU = torch.device("cpu")
@@ -72,6 +72,8 @@ def test_one_build_decodes_every_still_and_video(kind: str, tmp_path: Path, monk
             plain.append(blocks.plain)
         assert (len(blocks.kinds), plain[-1] - plain[-3]) == (KINDS[kind], 0)
         assert (handle.stats.engine, handle.stats.native) == (len(CALLS[kind]), 0), handle.stats.details
+        interrupt(lambda: backed.decode(given))
+        assert relative_error(backed.decode(given), expected) <= LIMIT
         several = torch.cat([given, 2 * given])
         assert relative_error(backed.decode(several), vae.decode(several)) <= LIMIT
         tiles = {"tile_x": 6, "tile_y": 6, "overlap": 2, "tile_t": 2, "overlap_t": 1}

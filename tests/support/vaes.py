@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import comfy.model_patcher as comfy_patcher
+import pytest
 import torch
+from comfy import model_management
 from hybrid_trt.architectures import Role
 from hybrid_trt.architectures.shapes import RequestedSizes
 from hybrid_trt.backends import backends
@@ -37,3 +41,23 @@ def engine_of(
     build_engine(order, library, lambda *_: None, run=run_here)
     choice = EngineChoice(profile, backend=backend)
     return EngineHandle.look_up(network, choice, library, f"{role.value} by {backend} in {folder}")
+
+
+def interrupt(run: Callable[[], object]) -> None:
+    """Interrupt a call at half of the places where ComfyUI would notice a user's click."""
+    looks = count()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(model_management, "throw_exception_if_processing_interrupted", lambda: next(looks))
+        run()
+    half = next(looks) // 2
+    assert half > 2, "a click is noticed before the call ends"
+    left = count(half, -1)
+
+    def look() -> None:
+        if next(left) == 0:
+            raise model_management.InterruptProcessingException
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(model_management, "throw_exception_if_processing_interrupted", look)
+        with pytest.raises(model_management.InterruptProcessingException):
+            run()
