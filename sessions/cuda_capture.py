@@ -325,7 +325,6 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
             yield link
 
 
-def refuse_others_kernels() -> None:
-    """Raise RuntimeError where a call that is to be captured has another package's attention, which may fail there."""
-    if calls_others() and torch.cuda.get_allocator_backend() == "cudaMallocAsync":
-        raise RuntimeError("the attention that was chosen cannot be in a CUDA graph with cudaMallocAsync")
+def captures_would_fail() -> bool:
+    """Tell whether calls here have another package's attention, which may not be captured with this allocator."""
+    return calls_others() and torch.cuda.get_allocator_backend() == "cudaMallocAsync"

@@ -26,8 +26,8 @@ from .cuda_capture import (
     CudaCapture,
     Replay,
     WaitPoint,
+    captures_would_fail,
     in_larger_graph,
-    refuse_others_kernels,
     release_failed_capture,
     wait_for,
     with_wait_point,
@@ -235,7 +235,7 @@ class GraphCache:
             wait_for(late.ready, late.stream, (inputs[name] for name in late.names))
             late = None
         if graph is None:
-            if self._capture is not None and key not in self._failed and self._worth_it(key):
+            if self._may_capture(key):
                 with outside_recording():
                     graph = self._make(own, function, inputs, prepare(inputs), key)
             self.plain = self.failure if key in self._failed else None
@@ -286,12 +286,12 @@ class GraphCache:
         while len(self._seen) > MAX_SEEN:
             self._seen.popitem(last=False)
 
-    def _worth_it(self, key: tuple) -> bool:
+    def _may_capture(self, key: tuple) -> bool:
         """Tell whether these shapes came before: that call also did work that must not happen during a capture.
 
         In a full cache they must also come more often than the graph that would go.
         """
-        if key not in self._seen:
+        if self._capture is None or key in self._failed or key not in self._seen or captures_would_fail():
             return False
         oldest = next(iter(self._captured.values()), None)
         if oldest is None or not self._is_full():
@@ -335,7 +335,6 @@ class GraphCache:
         Args:
             warm: whether what it runs was already run on the stream to capture on.
         """
-        refuse_others_kernels()
         if not warm and (warm_up := getattr(self._capture, "warm_up", None)) is not None:
             warm_up(graph.run)
         new_wait_point = getattr(self._capture, "new_wait_point", None)

@@ -86,16 +86,17 @@ def test_graphs_know_from_their_first_replays_what_the_next_will_take(monkeypatc
 
 @pytest.mark.parametrize(("allocator", "graphs"), [("cudaMallocAsync", 0), ("native", 1)])
 def test_attention_that_a_user_chose_is_in_no_graph_where_its_kernels_would_fail(
-    monkeypatch: pytest.MonkeyPatch, allocator: str, graphs: int
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, allocator: str, graphs: int
 ) -> None:
-    """SageAttention's ask for a tensor's address, which ended ComfyUI's process."""
+    """SageAttention's ask for a tensor's address, which ended ComfyUI's process. Nobody is asked to report that."""
     monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: allocator)
     cache = GraphCache(CPU, capture=Recorder())
     with calling_users({}, True):
         for _ in range(3):
             check(cache, x=random(2))
     assert len(cache) == graphs
-    assert ("cannot be in a CUDA graph" in (cache.plain or "")) == (graphs == 0)
+    assert cache.plain is None, "it is no failure"
+    assert not caplog.records
     cache.clear()
     for _ in range(3):
         check(cache, x=random(2))
