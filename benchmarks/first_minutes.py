@@ -118,6 +118,10 @@ class Bench:
         if case.network == "minimax_h3":  # a video with its sound
             empty, more = "EmptyMiniMaxH3LatentAV", {"length": case.length}
         made["latent"] = node(empty, width=size[0], height=size[1], **more)
+        if case.references:  # one, empty, as large as the picture
+            made["picture"] = node("EmptyHunyuanLatentVideo", width=size[0], height=size[1], length=1, batch_size=1)
+            made["reference"] = node("ReferenceLatent", conditioning=condition, latent=["picture", 0])
+            condition = ["reference", 0]
         made["sampler"] = node(
             "KSampler", model=model, positive=condition, negative=condition, latent_image=["latent", 0], seed=seed,
             steps=STEPS[case.network], cfg=1.0, sampler_name="euler", scheduler="simple", denoise=1.0)  # fmt: skip

@@ -32,8 +32,10 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
+import networks  # before torch, whose allocator it chooses
+
+# isort: split
 import large_calls
-import networks
 import tiny_models
 import tiny_transformers as small
 import torch

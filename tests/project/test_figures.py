@@ -37,7 +37,7 @@ Fields = dict[str, list[float]]
 
 # ---------------------------------------------------------------------------------------------------- where numbers are
 COLUMNS: dict[str, str] = {
-    "normal": "{case}/native_ms | {case}/tensorrt_native_ms | {case}/stock/(.*warm|last)",
+    "normal": "{case}/native_ms | {case}/tensorrt_native_ms | {case}/stock/(.*warm|timed|last)",
     "`torch` engine": "{case}/engine_ms",
     "engine": "{case}/build first/(.*warm|last)",
     "with engines": "{case}/(default|build first)/(warm|last)",
